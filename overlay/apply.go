@@ -265,7 +265,7 @@ func (a *apply) file(ctx context.Context, dir int, name string, e Entry) error {
 		return nil
 	}
 	w := newFileWriter(fd, &e)
-	err = inPieces(e.data(), func(p []byte) error {
+	err = inBuffers(e.data(), func(p []byte) error {
 		if err := ctx.Err(); err != nil {
 			return err
 		}

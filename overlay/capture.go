@@ -124,7 +124,7 @@ func (c *capture) large(ctx context.Context, it *item) error {
 		return err
 	}
 	h := blake3.New()
-	err = inPieces(e.data(), fileReader(ctx, fd, e), func(p []byte) error {
+	err = inBuffers(e.data(), fileReader(ctx, fd, e), func(p []byte) error {
 		_, _ = h.Write(p)
 		return c.tar.data(p)
 	})

@@ -21,9 +21,9 @@ import (
 // time.
 type Sink interface {
 	// Data takes the size bytes that r has and returns their digest and, when they were cut into
-	// more than one piece, the pieces. An error of r is returned as it is (errors.Is). The data
+	// more than one chunk, the chunks. An error of r is returned as it is (errors.Is). The data
 	// before the error belongs to no file.
-	Data(ctx context.Context, size int64, r io.Reader) (digest string, pieces []Piece, err error)
+	Data(ctx context.Context, size int64, r io.Reader) (digest string, chunks []Chunk, err error)
 }
 
 // CollectOptions modify Collect.
@@ -37,7 +37,7 @@ type CollectOptions struct {
 	// not checked for damage first.
 	Trust bool
 	// Base is what the caller wants to be told again by CacheBase, e.g. the
-	// id of the checkpoint that has all pieces of the recorded files. At most 4096 bytes.
+	// id of the checkpoint that has all chunks of the recorded files. At most 4096 bytes.
 	Base string
 	// Tolerant is for a directory in use: what vanishes or changes while it is
 	// read is left out, or recorded as not to be trusted, instead of failing. A
@@ -75,7 +75,7 @@ var errCache = errors.New("the file cache is damaged")
 // hashed), and writes its findings, with what is needed to recognize each entry later, to the new
 // file out, which Collection reads. On error out does not exist.
 //
-// The entries are those of Walk with digests, and with Pieces as sink returned them; what cannot
+// The entries are those of Walk with digests, and with Chunks as sink returned them; what cannot
 // be carried whole is refused as Capture refuses it. The kernel's change time vouches for entries
 // that are not read again. It proves nothing where a change follows a look within one tick of the
 // kernel's clock, nor where a process writes through a mapping that it has already written
@@ -433,7 +433,7 @@ func (c *collector) emit(b *collectBatch, it *listed, flags byte, key *inodeKey,
 	return nil
 }
 
-// sameLine reports whether the JSON of two entries is equal, apart from pieces.
+// sameLine reports whether the JSON of two entries is equal, apart from chunks.
 func sameLine(a, b []byte) bool {
 	if string(a) == string(b) {
 		return true
@@ -446,6 +446,6 @@ func sameLine(a, b []byte) bool {
 	if err != nil {
 		return false
 	}
-	x.Pieces, y.Pieces = nil, nil
+	x.Chunks, y.Chunks = nil, nil
 	return string(x.AppendJSON(nil)) == string(y.AppendJSON(nil))
 }

@@ -16,16 +16,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// shelf is a Sink that keeps what it is given by digest, cut in pieces of 64 KiB.
+// shelf is a Sink that keeps what it is given by digest, cut in chunks of 64 KiB.
 type shelf struct {
 	mu     sync.Mutex
-	pieces map[string][]byte
+	chunks map[string][]byte
 	files  int
 }
 
-func newShelf() *shelf { return &shelf{pieces: map[string][]byte{}} }
+func newShelf() *shelf { return &shelf{chunks: map[string][]byte{}} }
 
-func (s *shelf) Data(_ context.Context, size int64, r io.Reader) (string, []Piece, error) {
+func (s *shelf) Data(_ context.Context, size int64, r io.Reader) (string, []Chunk, error) {
 	data, err := io.ReadAll(r)
 	if err != nil {
 		return "", nil, err
@@ -36,18 +36,18 @@ func (s *shelf) Data(_ context.Context, size int64, r io.Reader) (string, []Piec
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.files++
-	var pieces []Piece
+	var chunks []Chunk
 	for p := data; len(p) > 0; {
 		n := min(len(p), 64<<10)
 		d := digestOf(p[:n])
-		s.pieces[d] = bytes.Clone(p[:n])
-		pieces = append(pieces, Piece{d, int64(n)})
+		s.chunks[d] = bytes.Clone(p[:n])
+		chunks = append(chunks, Chunk{d, int64(n)})
 		p = p[n:]
 	}
-	if len(pieces) == 1 {
-		return pieces[0].Digest, nil, nil
+	if len(chunks) == 1 {
+		return chunks[0].Digest, nil, nil
 	}
-	return digestOf(data), pieces, nil
+	return digestOf(data), chunks, nil
 }
 
 // data returns a file's data as it was given.
@@ -56,22 +56,22 @@ func (s *shelf) data(t tb, e *Entry) []byte {
 	if e.data() == 0 {
 		return nil
 	}
-	pieces := e.Pieces
-	if pieces == nil {
-		pieces = []Piece{{e.Digest, e.data()}}
+	chunks := e.Chunks
+	if chunks == nil {
+		chunks = []Chunk{{e.Digest, e.data()}}
 	}
 	var data []byte
-	for _, p := range pieces {
-		b, ok := s.pieces[p.Digest]
+	for _, p := range chunks {
+		b, ok := s.chunks[p.Digest]
 		if !ok || int64(len(b)) != p.Len {
-			t.Fatalf("%q: the sink has no piece %s of %d bytes", e.Path, p.Digest, p.Len)
+			t.Fatalf("%q: the sink has no chunk %s of %d bytes", e.Path, p.Digest, p.Len)
 		}
 		data = append(data, b...)
 	}
 	return data
 }
 
-// collected reads a file cache as JSON lines, without pieces; if a shelf is given it must
+// collected reads a file cache as JSON lines, without chunks; if a shelf is given it must
 // have the data of every file.
 func collectedTree(t tb, path string, s *shelf) string {
 	t.Helper()
@@ -82,7 +82,7 @@ func collectedTree(t tb, path string, s *shelf) string {
 				t.Fatalf("%q: the sink has other data", e.Path)
 			}
 		}
-		e.Pieces = nil
+		e.Chunks = nil
 		b = append(e.AppendJSON(b), '\n')
 		return nil
 	}))

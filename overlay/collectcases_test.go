@@ -172,7 +172,7 @@ func TestCollectRefuses(t *testing.T) {
 
 type badSink struct{ err error }
 
-func (s badSink) Data(context.Context, int64, io.Reader) (string, []Piece, error) {
+func (s badSink) Data(context.Context, int64, io.Reader) (string, []Chunk, error) {
 	return "", nil, s.err
 }
 

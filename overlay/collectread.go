@@ -172,7 +172,7 @@ func (r *reader) patiently(ctx context.Context, dir int, name, path string, rec 
 		}
 		if f != nil && f.entry.Type == TypeFile {
 			e := &f.entry
-			e.Extents, e.Digest, e.Pieces = nil, "", nil
+			e.Extents, e.Digest, e.Chunks = nil, "", nil
 			f.flags |= flagUntrusted
 			return f, admit(e)
 		}
@@ -249,9 +249,9 @@ func (r *reader) file(ctx context.Context, dir int, name, path string, rec cache
 		f.flags |= flagUntrusted
 	}
 	if c.sink == nil && rec != nil && rec.data() == e.data() {
-		// The pieces were cut from the same data.
+		// The chunks were cut from the same data.
 		if was, err := ParseEntry(rec.line()); err == nil && was.Digest == e.Digest {
-			e.Pieces = was.Pieces
+			e.Chunks = was.Chunks
 		}
 	}
 	return f, nil
@@ -265,7 +265,7 @@ func (r *reader) data(ctx context.Context, fd int, e *Entry) (err error) {
 		e.Digest = digestOf(nil)
 	case r.c.sink != nil:
 		in := &dataReader{ctx: ctx, fd: fd, path: e.Path, spans: e.spans(), left: size}
-		e.Digest, e.Pieces, err = r.c.sink.Data(ctx, size, in)
+		e.Digest, e.Chunks, err = r.c.sink.Data(ctx, size, in)
 		switch {
 		case in.err != nil:
 			return in.err
@@ -285,7 +285,7 @@ func (r *reader) data(ctx context.Context, fd int, e *Entry) (err error) {
 		e.Digest = digestOf(r.small[:size])
 	default:
 		h := blake3.New()
-		if err := inPieces(size, fileReader(ctx, fd, e), func(p []byte) error { _, _ = h.Write(p); return nil }); err != nil {
+		if err := inBuffers(size, fileReader(ctx, fd, e), func(p []byte) error { _, _ = h.Write(p); return nil }); err != nil {
 			return err
 		}
 		e.Digest = hasherDigest(h)

@@ -252,13 +252,13 @@ func holdsContent(ctx context.Context, dir string, want, got *Entry) (bool, erro
 // fdHoldsContent is holdsContent of an open file.
 func fdHoldsContent(ctx context.Context, fd int, want, got *Entry) (bool, error) {
 	h := blake3.New()
-	err := inPieces(want.data(), fileReader(ctx, fd, want), func(p []byte) error { _, _ = h.Write(p); return nil })
+	err := inBuffers(want.data(), fileReader(ctx, fd, want), func(p []byte) error { _, _ = h.Write(p); return nil })
 	if err != nil || hasherDigest(h) != want.Digest {
 		return false, err
 	}
 	rest := Entry{Path: got.Path, Type: TypeFile, Size: got.Size, Extents: subtract(got.spans(), want.spans())}
 	zero := true
-	err = inPieces(rest.data(), fileReader(ctx, fd, &rest), func(p []byte) error {
+	err = inBuffers(rest.data(), fileReader(ctx, fd, &rest), func(p []byte) error {
 		zero = zero && len(bytes.Trim(p, "\x00")) == 0
 		return nil
 	})

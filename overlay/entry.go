@@ -60,13 +60,13 @@ type Entry struct {
 	// extents one after the other; for a file without holes that is its
 	// content. Empty when not asked for.
 	Digest string
-	// Pieces is how the stored data is cut, front to back. Nil: it is one piece, whose digest is
+	// Chunks is how the stored data is cut, front to back. Nil: it is one chunk, whose digest is
 	// Digest. Comparisons ignore it.
-	Pieces []Piece
+	Chunks []Chunk
 }
 
-// Piece is a run of a file's data that is stored by itself.
-type Piece struct {
+// Chunk is a run of a file's data that is stored by itself.
+type Chunk struct {
 	Digest string // "blake3:" and 64 hex digits
 	Len    int64  // bytes
 }
@@ -119,7 +119,7 @@ const (
 	maxXattrs   = 16 << 20 // bytes of all names and values of one entry
 	maxXattr    = 64 << 10 // bytes of one value, the kernel's own bound
 	maxExtents  = 1 << 20  // of one file
-	maxPieces   = 1 << 20  // of one file
+	maxChunks   = 1 << 20  // of one file
 	maxFileSize = 1 << 62
 	maxID       = 1<<32 - 2 // 2^32-1 means "leave as it is" to chown
 	maxMajor    = 1<<12 - 1
@@ -268,13 +268,13 @@ func (e *Entry) check() error {
 			return bad("a %s has no device number", e.Type)
 		}
 	}
-	if e.Type != TypeFile && (e.Size != 0 || e.Extents != nil || e.Digest != "" || e.Pieces != nil) {
+	if e.Type != TypeFile && (e.Size != 0 || e.Extents != nil || e.Digest != "" || e.Chunks != nil) {
 		return bad("a %s has no content", e.Type)
 	}
 	if err := e.checkExtents(bad); err != nil {
 		return err
 	}
-	if err := e.checkPieces(bad); err != nil {
+	if err := e.checkChunks(bad); err != nil {
 		return err
 	}
 	return e.checkXattrs(bad)
@@ -291,21 +291,21 @@ func (e *Entry) checkHardlink(bad func(string, ...any) error) error {
 		return bad("hard link to %q, which does not come before it", clip(e.Hardlink))
 	}
 	if e.Mode != 0 || e.UID != 0 || e.GID != 0 || e.Mtime != (Time{}) || e.Xattrs != nil || e.Link != "" ||
-		e.Major != 0 || e.Minor != 0 || e.Size != 0 || e.Extents != nil || e.Digest != "" || e.Pieces != nil {
+		e.Major != 0 || e.Minor != 0 || e.Size != 0 || e.Extents != nil || e.Digest != "" || e.Chunks != nil {
 		return bad("a hard link carries nothing of its own")
 	}
 	return nil
 }
 
-func (e *Entry) checkPieces(bad func(string, ...any) error) error {
-	if e.Pieces == nil {
+func (e *Entry) checkChunks(bad func(string, ...any) error) error {
+	if e.Chunks == nil {
 		return nil
 	}
-	if len(e.Pieces) < 2 || len(e.Pieces) > maxPieces {
-		return bad("%d pieces, 2 to %d are possible", len(e.Pieces), maxPieces)
+	if len(e.Chunks) < 2 || len(e.Chunks) > maxChunks {
+		return bad("%d pieces, 2 to %d are possible", len(e.Chunks), maxChunks)
 	}
 	left := e.data()
-	for _, p := range e.Pieces {
+	for _, p := range e.Chunks {
 		if p.Len <= 0 || p.Len > left || !validDigest(p.Digest) {
 			return bad("piece %q of %d bytes does not fit", clip(p.Digest), p.Len)
 		}

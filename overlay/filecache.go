@@ -397,7 +397,7 @@ func CacheBase(path string, prove bool) (string, error) {
 }
 
 // Collection calls fn for every entry that Collect wrote, in the order of
-// ComparePaths, digests and pieces included. The file is proven before the first
+// ComparePaths, digests and chunks included. The file is proven before the first
 // call. One that is not there is ErrNotFound, a damaged one ErrCorrupt; an error
 // of fn is returned as it is.
 func Collection(path string, fn func(Entry) error) error {
@@ -420,7 +420,7 @@ type Line struct {
 	Data int64  // Entry.data; of a further name 0
 }
 
-// Digest returns the digest of a file whose data is one piece. For any other entry it is empty;
+// Digest returns the digest of a file whose data is one chunk. For any other entry it is empty;
 // ParseEntry returns more.
 func (l Line) Digest() string {
 	// No string in canonical JSON has a quote without a backslash before it.

@@ -80,9 +80,9 @@ func (e *Entry) AppendJSON(b []byte) []byte {
 			b = append(b, `,"digest":`...)
 			b = appendString(b, e.Digest)
 		}
-		if e.Pieces != nil {
+		if e.Chunks != nil {
 			b = append(b, `,"pieces":[`...)
-			for i, x := range e.Pieces {
+			for i, x := range e.Chunks {
 				if i > 0 {
 					b = append(b, ',')
 				}
@@ -226,13 +226,13 @@ func (p *lineParser) entry() (e Entry) {
 		}
 		if p.skip(`,"pieces":[`) {
 			for more := true; more && !p.bad; more = p.skip(",") {
-				var x Piece
+				var x Chunk
 				p.expect("[")
 				x.Digest = p.str()
 				p.expect(",")
 				x.Len = p.int()
 				p.expect("]")
-				e.Pieces = append(e.Pieces, x)
+				e.Chunks = append(e.Chunks, x)
 			}
 			p.expect("]")
 		}
@@ -379,8 +379,8 @@ func (e *Entry) UnmarshalJSON(b []byte) error {
 			got.Extents[i] = Extent{x[0], x[1]}
 		}
 	}
-	for _, x := range w.Pieces {
-		got.Pieces = append(got.Pieces, Piece(x))
+	for _, x := range w.Chunks {
+		got.Chunks = append(got.Chunks, Chunk(x))
 	}
 	if len(w.Xattrs) > 0 {
 		got.Xattrs = make(map[string]string, len(w.Xattrs))
@@ -412,14 +412,14 @@ type wireEntry struct {
 	Size        int64       `json:"size"`
 	Extents     [][2]int64  `json:"extents"`
 	Digest      string      `json:"digest"`
-	Pieces      []wirePiece `json:"pieces"`
+	Chunks      []wireChunk `json:"pieces"`
 }
 
-// wirePiece is a digest and a length, as an array of two.
-type wirePiece Piece
+// wireChunk is a digest and a length, as an array of two.
+type wireChunk Chunk
 
 // UnmarshalJSON reads the array.
-func (p *wirePiece) UnmarshalJSON(b []byte) error {
+func (p *wireChunk) UnmarshalJSON(b []byte) error {
 	return json.Unmarshal(b, &[2]any{&p.Digest, &p.Len})
 }
 

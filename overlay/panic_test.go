@@ -18,7 +18,7 @@ type (
 	brokenSource struct{}
 )
 
-func (brokenSink) Data(context.Context, int64, io.Reader) (string, []Piece, error) { panic("sink") }
+func (brokenSink) Data(context.Context, int64, io.Reader) (string, []Chunk, error) { panic("sink") }
 func (brokenSource) Data(context.Context, Entry) (io.ReadCloser, error)            { panic("source") }
 
 // A panic in a goroutine of a capture or an update is that operation's error: no goroutine waits

@@ -421,7 +421,7 @@ func (s *scan) readFile(ctx context.Context, it *item, c *scanBatch, xb *scratch
 		return nil
 	case size > smallFile:
 		h := blake3.New()
-		err = inPieces(e.data(), fileReader(ctx, fd, e), func(p []byte) error { _, _ = h.Write(p); return nil })
+		err = inBuffers(e.data(), fileReader(ctx, fd, e), func(p []byte) error { _, _ = h.Write(p); return nil })
 		e.Digest = hasherDigest(h)
 	default:
 		// The buffer may move when it grows; what earlier items hold of the

@@ -155,9 +155,9 @@ func TestLargeIsStreamed(t *testing.T) {
 	must(t, os.Mkdir(dst, 0o755))
 	f, err := os.Create(filepath.Join(src, "f"))
 	must(t, err)
-	piece := bytes.Repeat([]byte("large "), 1<<20)
+	chunk := bytes.Repeat([]byte("large "), 1<<20)
 	for range 50 {
-		_, err := f.Write(piece)
+		_, err := f.Write(chunk)
 		must(t, err)
 	}
 	must(t, f.Close())

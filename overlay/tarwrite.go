@@ -161,7 +161,7 @@ func (t *tarWriter) sparse(e *Entry) {
 	t.maps = append(t.maps, zeroBlocks[:padding(int64(len(t.maps)))]...)
 }
 
-// data writes the next piece of the current entry's data.
+// data writes the next chunk of the current entry's data.
 func (t *tarWriter) data(p []byte) error {
 	if len(p) == 0 {
 		return nil

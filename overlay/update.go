@@ -16,7 +16,7 @@ import (
 // Source has the data of the files of a tree.
 type Source interface {
 	// Data opens the data of a file (its extents, one after the other), exactly as many bytes as
-	// the entry has. The data read is verified against the digests of the pieces; damage is
+	// the entry has. The data read is verified against the digests of the chunks; damage is
 	// ErrCorrupt. Called from several goroutines at a time.
 	Data(ctx context.Context, e Entry) (io.ReadCloser, error)
 }

@@ -47,13 +47,13 @@ func planDirs(t tb, dir, want string) *Update {
 	must(t, err)
 	third, err := PlanUpdateTree(context.Background(), fileCache, bytes.NewReader(treeOf(t, want)))
 	must(t, err)
-	fourth := planPieces(t, fileCache, treeOf(t, want))
+	fourth := planChunks(t, fileCache, treeOf(t, want))
 	fifth := u
 	if sameDevice(t, dir, want) { // a cache of the one is good for the other
 		fifth = planCached(t, dir, want)
 	}
 	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close(), fifth.Close())) })
-	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdatePieces": fourth, "PlanUpdateCached": fifth} {
+	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdateChunks": fourth, "PlanUpdateCached": fifth} {
 		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
 			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
 		}
@@ -64,17 +64,17 @@ func planDirs(t tb, dir, want string) *Update {
 	return u
 }
 
-// planPieces plans with both lists in pieces of a few lines.
-func planPieces(t tb, fileCache string, tree []byte) *Update {
+// planChunks plans with both lists in chunks of a few lines.
+func planChunks(t tb, fileCache string, tree []byte) *Update {
 	t.Helper()
 	var have []byte
 	must(t, CollectionLines(fileCache, func(l Line) error { have = append(append(have, l.JSON...), '\n'); return nil }))
 	has, _ := inFewLines(have)
 	wants, parts := inFewLines(tree)
-	u, err := PlanUpdatePieces(context.Background(), fileCache, has, wants, func(from, to int) (io.ReadCloser, error) {
+	u, err := PlanUpdateChunks(context.Background(), fileCache, has, wants, func(from, to int) (io.ReadCloser, error) {
 		for _, p := range wants[from:to] {
 			if slices.Contains(has, p) {
-				t.Fatalf("a piece that both have is read")
+				t.Fatalf("a chunk that both have is read")
 			}
 		}
 		return io.NopCloser(bytes.NewReader(bytes.Join(parts[from:to], nil))), nil
@@ -83,8 +83,8 @@ func planPieces(t tb, fileCache string, tree []byte) *Update {
 	return u
 }
 
-// inFewLines cuts a list into pieces.
-func inFewLines(list []byte) (pieces []Piece, parts [][]byte) {
+// inFewLines cuts a list into chunks.
+func inFewLines(list []byte) (chunks []Chunk, parts [][]byte) {
 	var part []byte
 	for line := range bytes.Lines(list) {
 		part = append(part, line...)
@@ -96,12 +96,12 @@ func inFewLines(list []byte) (pieces []Piece, parts [][]byte) {
 		parts = append(parts, part)
 	}
 	for _, p := range parts {
-		pieces = append(pieces, Piece{Digest: digestOf(p), Len: int64(len(p))})
+		chunks = append(chunks, Chunk{Digest: digestOf(p), Len: int64(len(p))})
 	}
-	return pieces, parts
+	return chunks, parts
 }
 
-// planCached plans with a file cache of what is wanted, of which another piece than
+// planCached plans with a file cache of what is wanted, of which another chunk than
 // what was recorded is refused.
 func planCached(t tb, dir, want string) *Update {
 	t.Helper()
@@ -109,12 +109,12 @@ func planCached(t tb, dir, want string) *Update {
 	_, err := Collect(context.Background(), want, known, nil, CollectOptions{})
 	must(t, err)
 	defer os.Remove(known)
-	pieces, _ := inFewLines(treeOf(t, want))
+	chunks, _ := inFewLines(treeOf(t, want))
 	u, err := PlanUpdateCached(context.Background(), dir, known, nil)
 	must(t, err)
-	other := slices.Clone(pieces)
+	other := slices.Clone(chunks)
 	other[len(other)-1].Digest = digestOf([]byte("another"))
-	for i, list := range [][]Piece{pieces, other, pieces[:len(pieces)-1], append(slices.Clone(pieces), pieces[0])} {
+	for i, list := range [][]Chunk{chunks, other, chunks[:len(chunks)-1], append(slices.Clone(chunks), chunks[0])} {
 		if same, err := ProveCache(known, list); same != (i == 0) || err != nil {
 			t.Fatalf("list %d is what is cached: %v, %v", i, same, err)
 		}
@@ -123,7 +123,7 @@ func planCached(t tb, dir, want string) *Update {
 	must(t, err)
 	whole[cacheHeader+8] ^= 1 // an inode's number
 	must(t, os.WriteFile(known, whole, 0o600))
-	if _, err := ProveCache(known, pieces); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := ProveCache(known, chunks); !errors.Is(err, fault.ErrCorrupt) {
 		t.Fatalf("a damaged cache: %v", err)
 	}
 	return u

@@ -152,7 +152,7 @@ func copyData(ctx context.Context, e *Entry, src Source, small []byte, use func(
 			err = use(small[:size])
 		}
 	} else {
-		err = inPieces(size, fill, use)
+		err = inBuffers(size, fill, use)
 	}
 	if err != nil {
 		return err

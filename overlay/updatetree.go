@@ -9,9 +9,8 @@ import (
 	"io"
 	"strings"
 
-	"github.com/zeebo/blake3"
-
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/zeebo/blake3"
 )
 
 // PlanUpdateTree is PlanUpdate with a tree that a TreeWriter wrote. It is many
@@ -30,12 +29,12 @@ func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, 
 	})
 }
 
-// PlanUpdatePieces is PlanUpdateTree with trees of which the pieces are known:
+// PlanUpdateChunks is PlanUpdateTree with trees of which the chunks are known:
 // has are those of what is in have, wants those of the tree, of which read
 // returns some that follow each other. What both have is not read. When it fails,
-// PlanUpdateTree reports whether it is for the tree or for its pieces, which need
+// PlanUpdateTree reports whether it is for the tree or for its chunks, which need
 // not end where lines do.
-func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read func(from, to int) (io.ReadCloser, error)) (*Update, error) {
+func PlanUpdateChunks(ctx context.Context, have string, has, wants []Chunk, read func(from, to int) (io.ReadCloser, error)) (*Update, error) {
 	return planBy(ctx, have, func(p *planner) (err error) {
 		m, err := openCache(have)
 		if err != nil {
@@ -66,7 +65,7 @@ func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read
 				t.left += has[i].Len
 			}
 			t.same = false
-			if err := t.runPieces(from, j, read); err != nil {
+			if err := t.runChunks(from, j, read); err != nil {
 				return err
 			}
 		}
@@ -82,7 +81,7 @@ func PlanUpdatePieces(ctx context.Context, have string, has, wants []Piece, read
 
 var errUneven = fmt.Errorf("a line does not end with its piece: %w", fault.ErrUnsupported)
 
-func (t *treeMerge) runPieces(from, to int, read func(from, to int) (io.ReadCloser, error)) (err error) {
+func (t *treeMerge) runChunks(from, to int, read func(from, to int) (io.ReadCloser, error)) (err error) {
 	var tree io.ReadCloser = io.NopCloser(strings.NewReader(""))
 	if from < to {
 		if tree, err = read(from, to); err != nil {
@@ -254,9 +253,9 @@ func (t *treeMerge) nextWant() (err error) {
 }
 
 // ProveCache proves the file cache, and reports whether it holds the very tree of
-// which wants are the pieces. One that is not there is ErrNotFound, a damaged one
+// which wants are the chunks. One that is not there is ErrNotFound, a damaged one
 // ErrCorrupt.
-func ProveCache(cache string, wants []Piece) (bool, error) {
+func ProveCache(cache string, wants []Chunk) (bool, error) {
 	m, err := openCache(cache)
 	if err != nil {
 		return false, err
@@ -269,7 +268,7 @@ func ProveCache(cache string, wants []Piece) (bool, error) {
 	r := m.reader()
 	body := io.TeeReader(io.NewSectionReader(m.f, int64(cacheHeader), m.end-int64(cacheHeader)), h)
 	r.r.Reset(body)
-	k := cachedTree{r: r, pieces: wants}
+	k := cachedTree{r: r, chunks: wants}
 	for err == nil {
 		err = k.next()
 	}
@@ -286,14 +285,14 @@ func ProveCache(cache string, wants []Piece) (bool, error) {
 	return same, nil
 }
 
-// cachedTree proves that the lines of a file cache are these pieces.
+// cachedTree proves that the lines of a file cache are these chunks.
 type cachedTree struct {
 	r      *recordReader
-	pieces []Piece
-	buf    []byte // of the current piece
+	chunks []Chunk
+	buf    []byte // of the current chunk
 }
 
-// next proves the next piece.
+// next proves the next chunk.
 func (k *cachedTree) next() error {
 	k.buf = k.buf[:0]
 	for {
@@ -304,19 +303,19 @@ func (k *cachedTree) next() error {
 		switch {
 		case r != nil && r.flags()&flagHole != 0:
 			continue
-		case r == nil && len(k.pieces) == 0 && len(k.buf) == 0:
+		case r == nil && len(k.chunks) == 0 && len(k.buf) == 0:
 			return io.EOF
-		case r == nil || len(k.pieces) == 0 || len(k.buf) > maxLine:
+		case r == nil || len(k.chunks) == 0 || len(k.buf) > maxLine:
 			return errUneven
 		}
 		k.buf = append(append(k.buf, r.line()...), '\n')
-		if int64(len(k.buf)) < k.pieces[0].Len {
+		if int64(len(k.buf)) < k.chunks[0].Len {
 			continue
 		}
-		if digestOf(k.buf) != k.pieces[0].Digest {
+		if digestOf(k.buf) != k.chunks[0].Digest {
 			return errUneven
 		}
-		k.pieces = k.pieces[1:]
+		k.chunks = k.chunks[1:]
 		return nil
 	}
 }

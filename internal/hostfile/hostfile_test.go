@@ -54,7 +54,7 @@ func dirOf(t testing.TB) (string, *Dir) {
 // kept is a sink that keeps what it is given.
 type kept struct{ data []byte }
 
-func (k *kept) Data(_ context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+func (k *kept) Data(_ context.Context, size int64, r io.Reader) (string, []overlay.Chunk, error) {
 	k.data = make([]byte, size)
 	_, err := io.ReadFull(r, k.data)
 	return "", nil, err

@@ -65,7 +65,7 @@ func (d *Dir) take(ctx context.Context, name string, to overlay.Sink, limit int6
 	if e.Extents, err = extents(f.File, e.Size); err != nil {
 		return nil, err
 	}
-	e.Digest, e.Pieces, err = to.Data(ctx, e.DataSize(), reader{ctx, data(f.File, e)})
+	e.Digest, e.Chunks, err = to.Data(ctx, e.DataSize(), reader{ctx, data(f.File, e)})
 	if errors.Is(err, io.ErrUnexpectedEOF) { // it was cut
 		err = ErrChanged
 	}

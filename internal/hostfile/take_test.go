@@ -181,7 +181,7 @@ func TestTakeEnds(t *testing.T) {
 
 type sinkFunc func(io.Reader) error
 
-func (f sinkFunc) Data(_ context.Context, _ int64, r io.Reader) (string, []overlay.Piece, error) {
+func (f sinkFunc) Data(_ context.Context, _ int64, r io.Reader) (string, []overlay.Chunk, error) {
 	return "", nil, f(r)
 }
 

@@ -182,7 +182,7 @@ type making struct {
 	freeze
 	aside  bool                  // the checkpoint will be removed again
 	beside func(context.Context) // work to do during the commit
-	like   []overlay.Piece       // of the base tree: the file list of an open checkpoint that is likely similar
+	like   []overlay.Chunk       // of the base tree: the file list of an open checkpoint that is likely similar
 	stale  bool                  // the file cache was wrong, and is deleted
 }
 

@@ -338,7 +338,7 @@ func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
 		return out, err
 	}
 	out = runtime.Usage{
-		Root: up.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Pieces,
+		Root: up.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Chunks,
 		Checkpoints: []runtime.CheckpointUsage{}, Sandboxes: []runtime.SandboxUsage{},
 	}
 	for _, c := range u.Checkpoints {
@@ -389,7 +389,7 @@ func (up *upkeep) verify(ctx context.Context, opts runtime.VerifyOptions) (out r
 		ids = append(ids, row.ID)
 	}
 	got, err := up.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
-	out = runtime.VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Pieces, Bytes: got.Bytes, Damaged: []runtime.Damaged{}, Unrestorable: []runtime.Damaged{}, Notes: slices.Clone(got.Notes)}
+	out = runtime.VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Chunks, Bytes: got.Bytes, Damaged: []runtime.Damaged{}, Unrestorable: []runtime.Damaged{}, Notes: slices.Clone(got.Notes)}
 	if out.Notes == nil {
 		out.Notes = []string{}
 	}
@@ -409,6 +409,6 @@ func (up *upkeep) verify(ctx context.Context, opts runtime.VerifyOptions) (out r
 func (e *Engine) Reindex(ctx context.Context) (runtime.Reindexed, error) {
 	return verb(ctx, e, on("store reindex", ""), func(ctx context.Context) (runtime.Reindexed, error) {
 		got, err := e.store.Reindex(ctx)
-		return runtime.Reindexed{Packs: got.Packs, Pieces: got.Pieces, Checkpoints: got.Checkpoints, Notes: got.Notes}, err
+		return runtime.Reindexed{Packs: got.Packs, Pieces: got.Chunks, Checkpoints: got.Checkpoints, Notes: got.Notes}, err
 	})
 }

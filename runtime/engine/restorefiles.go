@@ -266,7 +266,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 		}
 		k.row.ID, k.hold = r.data.Undo, true
 		if r.row.Damaged == "" && !unlearnt {
-			if k.like, err = r.reader.TreePieces(ctx, 0); err != nil {
+			if k.like, err = r.reader.TreeChunks(ctx, 0); err != nil {
 				return err
 			}
 		}

@@ -75,7 +75,7 @@ func (g *gathered) read(r io.Reader) error {
 	return out.Flush()
 }
 
-// noData is the digest of a file without content, of which no piece is stored.
+// noData is the digest of a file without content, of which no chunk is stored.
 var noData = func() string { d := blake3.Sum256(nil); return digestPrefix + hex.EncodeToString(d[:]) }()
 
 func (g *gathered) content(e *overlay.Entry, r io.Reader) error {

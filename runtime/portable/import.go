@@ -392,14 +392,14 @@ func expectRoot(r io.Reader, e overlay.Entry) error {
 
 // content gives the data of a file away.
 func (im *importer) content(sink overlay.Sink, e *overlay.Entry, n int64, r io.Reader) error {
-	got, pieces, err := sink.Data(im.ctx, n, io.LimitReader(r, n))
+	got, chunks, err := sink.Data(im.ctx, n, io.LimitReader(r, n))
 	if err != nil {
 		return err
 	}
 	if e.Digest != "" && e.Digest != got {
 		return corrupt("%.80q has other content than its tree says", e.Path)
 	}
-	e.Digest, e.Pieces = got, pieces
+	e.Digest, e.Chunks = got, chunks
 	im.progress(n)
 	return nil
 }

@@ -51,7 +51,7 @@ type memory struct {
 	trees  [][]byte
 	images map[string][]byte
 	dir    string
-	cut    int  // bytes of a piece; 0: 64 KiB
+	cut    int  // bytes of a chunk; 0: 64 KiB
 	listed bool // the manifest does not name the images
 }
 
@@ -62,7 +62,7 @@ func newMemory(t testing.TB) *memory {
 
 func (m *memory) Sink() overlay.Sink { return m }
 
-func (m *memory) Data(_ context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+func (m *memory) Data(_ context.Context, size int64, r io.Reader) (string, []overlay.Chunk, error) {
 	data, err := io.ReadAll(r)
 	if err != nil {
 		return "", nil, err
@@ -76,15 +76,15 @@ func (m *memory) Data(_ context.Context, size int64, r io.Reader) (string, []ove
 	if n == 0 {
 		n = 64 << 10
 	}
-	var pieces []overlay.Piece
+	var chunks []overlay.Chunk
 	for p := range slices.Chunk(data, n) {
-		pieces = append(pieces, overlay.Piece{Digest: sum(p), Len: int64(len(p))})
+		chunks = append(chunks, overlay.Chunk{Digest: sum(p), Len: int64(len(p))})
 		m.data[sum(p)] = p
 	}
-	if len(pieces) < 2 {
-		pieces = nil
+	if len(chunks) < 2 {
+		chunks = nil
 	}
-	return sum(data), pieces, nil
+	return sum(data), chunks, nil
 }
 
 func (m *memory) PutTree(_ context.Context, n int, each func(func(overlay.Entry) error) error) error {
@@ -138,7 +138,7 @@ func (m *memory) list() (lines []byte, size int64) {
 	return lines, size
 }
 
-func (m *memory) Source() overlay.Source { return pieces{m} }
+func (m *memory) Source() overlay.Source { return chunks{m} }
 
 func (m *memory) Image(_ context.Context, name string) (io.ReadCloser, error) {
 	data, ok := m.images[name]
@@ -148,12 +148,12 @@ func (m *memory) Image(_ context.Context, name string) (io.ReadCloser, error) {
 	return io.NopCloser(bytes.NewReader(data)), nil
 }
 
-type pieces struct{ m *memory }
+type chunks struct{ m *memory }
 
-func (s pieces) Data(_ context.Context, e overlay.Entry) (io.ReadCloser, error) {
-	list := e.Pieces
+func (s chunks) Data(_ context.Context, e overlay.Entry) (io.ReadCloser, error) {
+	list := e.Chunks
 	if list == nil {
-		list = []overlay.Piece{{Digest: e.Digest}}
+		list = []overlay.Chunk{{Digest: e.Digest}}
 	}
 	var all []byte
 	for _, p := range list {
@@ -191,7 +191,7 @@ func walk(t testing.TB, sink overlay.Sink, dir string, fn func(overlay.Entry) er
 		for _, x := range spans {
 			parts = append(parts, io.NewSectionReader(f, x.Off, x.Len))
 		}
-		if e.Digest, e.Pieces, err = sink.Data(t.Context(), e.DataSize(), io.MultiReader(parts...)); err != nil {
+		if e.Digest, e.Chunks, err = sink.Data(t.Context(), e.DataSize(), io.MultiReader(parts...)); err != nil {
 			return err
 		}
 		return fn(e)

@@ -35,7 +35,7 @@
 // All of an archive. Nothing is unpacked: a member's name is only ever compared
 // with the names above, an entry's path ends up in a tree and never in a system
 // call. What an import writes are unlinked files in its scratch directory, plain
-// files in the draft's directory for process images, and pieces. Links, devices
+// files in the draft's directory for process images, and chunks. Links, devices
 // and holes among the members, unknown members of an archive of ours, members
 // that come twice or out of place, entries out of order, without a parent, or
 // different from the tree are ErrCorrupt. So is what decompresses to more than

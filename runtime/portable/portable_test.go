@@ -92,10 +92,10 @@ func TestRecut(t *testing.T) {
 	must(t, err)
 	for i, e := range got.entries(t, 0) {
 		old := m.entries(t, 0)[i]
-		if e.Path == "big" && len(e.Pieces) != 320 {
-			t.Errorf("big has %d pieces", len(e.Pieces))
+		if e.Path == "big" && len(e.Chunks) != 320 {
+			t.Errorf("big has %d pieces", len(e.Chunks))
 		}
-		e.Pieces, old.Pieces = nil, nil
+		e.Chunks, old.Chunks = nil, nil
 		if d := cmp.Diff(old, e); d != "" {
 			t.Error(d)
 		}

@@ -23,7 +23,7 @@ func view(e overlay.Entry) (shown overlay.Entry, ok bool) {
 	case e.Hardlink != "":
 		return overlay.Entry{Path: e.Path, Type: overlay.TypeFile, Hardlink: e.Hardlink}, true
 	}
-	e.Digest, e.Pieces = "", nil
+	e.Digest, e.Chunks = "", nil
 	var kept map[string]string
 	for name, value := range e.Xattrs {
 		if !common(name) {

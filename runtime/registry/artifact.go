@@ -31,8 +31,8 @@ const (
 	maxManifest   = 64 << 20
 	maxPack       = 1 << 30
 	maxPacks      = 2048
-	maxPackPieces = 1 << 20 // in one pack
-	maxPieces     = 8 << 20 // in all packs
+	maxPackChunks = 1 << 20 // in one pack
+	maxChunks     = 8 << 20 // in all packs
 )
 
 const (
@@ -53,14 +53,14 @@ type artifact struct {
 // packRef names a pack and its index.
 type packRef struct{ pack, index v1.Descriptor }
 
-// pieces returns the number of pieces that its index lists.
-func (p packRef) pieces() int { return int(p.index.Size-int64(len(indexMagic))) / indexEntry }
+// chunks returns the number of chunks that its index lists.
+func (p packRef) chunks() int { return int(p.index.Size-int64(len(indexMagic))) / indexEntry }
 
 // usesSize returns the length of the uses of these packs.
 func usesSize(packs []packRef) int64 {
 	n := int64(len(usesMagic))
 	for _, p := range packs {
-		n += int64(p.pieces()+7) / 8
+		n += int64(p.chunks()+7) / 8
 	}
 	return n
 }
@@ -125,15 +125,15 @@ func parseArtifact(raw []byte) (*artifact, error) {
 		if err := checkBlob(p.pack, PackType, 1, maxPack); err != nil {
 			return bad("pack %d: %v", i, err)
 		}
-		if err := checkBlob(p.index, IndexType, int64(len(indexMagic)+indexEntry), int64(len(indexMagic)+maxPackPieces*indexEntry)); err != nil {
+		if err := checkBlob(p.index, IndexType, int64(len(indexMagic)+indexEntry), int64(len(indexMagic)+maxPackChunks*indexEntry)); err != nil {
 			return bad("index %d: %v", i, err)
 		}
 		if (p.index.Size-int64(len(indexMagic)))%int64(indexEntry) != 0 || seen[p.pack.Digest] {
 			return bad("index %d has %d bytes, or its pack is listed twice", i, p.index.Size)
 		}
 		seen[p.pack.Digest] = true
-		if total += p.pieces(); total > maxPieces {
-			return bad("more than %d pieces", maxPieces)
+		if total += p.chunks(); total > maxChunks {
+			return bad("more than %d pieces", maxChunks)
 		}
 		a.packs = append(a.packs, p)
 	}
@@ -158,7 +158,7 @@ func checkBlob(d v1.Descriptor, media types.MediaType, low, high int64) error {
 	return nil
 }
 
-// entry is a piece in a pack's index.
+// entry is a chunk in a pack's index.
 type entry struct {
 	id     pack.ID
 	stored uint32
@@ -216,7 +216,7 @@ func parseUses(b []byte, packs []packRef) ([]bitmap, error) {
 	}
 	maps := make([]bitmap, len(packs))
 	for i, p := range packs {
-		n := p.pieces()
+		n := p.chunks()
 		size := (n + 7) / 8
 		maps[i], rest = bitmap(rest[:size:size]), rest[size:]
 		if n%8 != 0 && maps[i][size-1]>>(n%8) != 0 {

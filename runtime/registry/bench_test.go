@@ -10,7 +10,7 @@ import (
 	ggcr "github.com/google/go-containerregistry/pkg/registry"
 )
 
-// BenchmarkPushPull moves 1,000 pieces of 200 KiB, half of which compress, to a
+// BenchmarkPushPull moves 1,000 chunks of 200 KiB, half of which compress, to a
 // registry in memory and back.
 func BenchmarkPushPull(b *testing.B) {
 	src := sample(1, 1000, 200<<10)

@@ -31,7 +31,7 @@ type Options struct {
 	// neither is under way both may be deleted. Empty: a temporary directory,
 	// removed at the end.
 	Scratch string
-	// Progress is called now and then with done of total bytes: of raw pieces by
+	// Progress is called now and then with done of total bytes: of raw chunks by
 	// Push, of packs by Pull. The total of Pull grows as it learns what it lacks.
 	Progress func(done, total int64)
 

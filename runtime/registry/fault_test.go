@@ -224,8 +224,8 @@ func TestPullRanges(t *testing.T) {
 			}
 			if c.want == nil {
 				src.same(t, dst)
-			} else if len(dst.pieces) > 0 {
-				t.Errorf("%d pieces of a bad pack were put", len(dst.pieces))
+			} else if len(dst.chunks) > 0 {
+				t.Errorf("%d chunks of a bad pack were put", len(dst.chunks))
 			}
 		})
 	}

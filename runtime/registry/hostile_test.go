@@ -38,7 +38,7 @@ func craft(t *testing.T, src *memory) *crafted {
 	t.Helper()
 	c := &crafted{blobs: map[string][]byte{}}
 	var ids []pack.ID
-	for d := range src.pieces {
+	for d := range src.chunks {
 		id, err := pack.ParseID(d)
 		if err != nil {
 			t.Fatal(err)
@@ -47,7 +47,7 @@ func craft(t *testing.T, src *memory) *crafted {
 	}
 	slices.SortFunc(ids, func(a, b pack.ID) int { return bytes.Compare(a[:], b[:]) })
 	path := filepath.Join(t.TempDir(), "pack")
-	b, err := build(t.Context(), path, ids, src.Piece, maxNew)
+	b, err := build(t.Context(), path, ids, src.Chunk, maxNew)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +119,7 @@ func TestHostile(t *testing.T) {
 		"a terabyte":            {func(c *crafted) { c.m.Layers[1].Size = 1 << 40 }, fault.ErrCorrupt},
 		"negative":              {func(c *crafted) { c.m.Layers[1].Size = -1 }, fault.ErrCorrupt},
 		"a huge config":         {func(c *crafted) { c.m.Config.Size = maxManifest + 1 }, fault.ErrCorrupt},
-		"a huge index":          {func(c *crafted) { c.m.Layers[2].Size = int64(len(indexMagic) + indexEntry*(maxPackPieces+1)) }, fault.ErrCorrupt},
+		"a huge index":          {func(c *crafted) { c.m.Layers[2].Size = int64(len(indexMagic) + indexEntry*(maxPackChunks+1)) }, fault.ErrCorrupt},
 		"sha512":                {func(c *crafted) { c.m.Layers[1].Digest = v1.Hash{Algorithm: "sha512", Hex: strings.Repeat("a", 128)} }, fault.ErrCorrupt},
 		"config too short":      {func(c *crafted) { c.m.Config.Size++ }, fault.ErrCorrupt},
 		"config too long":       {func(c *crafted) { c.m.Config.Size-- }, fault.ErrCorrupt},
@@ -161,8 +161,8 @@ func TestHostile(t *testing.T) {
 			if c.want == nil {
 				src.same(t, dst)
 			}
-			for d, p := range dst.pieces {
-				if !bytes.Equal(src.pieces[d], p) {
+			for d, p := range dst.chunks {
+				if !bytes.Equal(src.chunks[d], p) {
 					t.Errorf("piece %s came from nowhere", d)
 				}
 			}
@@ -177,7 +177,7 @@ func TestHostile(t *testing.T) {
 	}
 }
 
-// An artifact that says it is this checkpoint and lacks pieces of it is
+// An artifact that says it is this checkpoint and lacks chunks of it is
 // replaced, not tagged.
 func TestPushOverHalf(t *testing.T) {
 	s, o := serve(t), fast(t)
@@ -225,7 +225,7 @@ type broken struct {
 	err error
 }
 
-func (b broken) PutPiece(context.Context, string, []byte) error { return b.err }
+func (b broken) PutChunk(context.Context, string, []byte) error { return b.err }
 
 func FuzzArtifact(f *testing.F) {
 	h := v1.Hash{Algorithm: "sha256", Hex: strings.Repeat("a", 64)}
@@ -265,8 +265,8 @@ func FuzzIndex(f *testing.F) {
 			t.Fatal("an index of two forms")
 		}
 		p := packRef{index: v1.Descriptor{Size: int64(len(index))}}
-		if p.pieces() != len(list) {
-			t.Fatalf("%d and %d pieces", p.pieces(), len(list))
+		if p.chunks() != len(list) {
+			t.Fatalf("%d and %d pieces", p.chunks(), len(list))
 		}
 		maps, err := parseUses(uses, []packRef{p})
 		if err != nil {

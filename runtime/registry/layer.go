@@ -26,10 +26,10 @@ type built struct {
 	raw     int64
 }
 
-// build writes a pack of the first pieces of ids, which are sorted, to the
-// new file path: as many as fit. The same pieces are the same bytes, so that a
+// build writes a pack of the first chunks of ids, which are sorted, to the
+// new file path: as many as fit. The same chunks are the same bytes, so that a
 // registry has them once.
-func build(ctx context.Context, path string, ids []pack.ID, piece func(context.Context, string) ([]byte, error), limit int64) (b *built, err error) {
+func build(ctx context.Context, path string, ids []pack.ID, chunk func(context.Context, string) ([]byte, error), limit int64) (b *built, err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, err
@@ -50,10 +50,10 @@ func build(ctx context.Context, path string, ids []pack.ID, piece func(context.C
 	}
 	b = &built{path: path}
 	for _, id := range ids {
-		if p.Size() >= limit || len(b.entries) == maxPackPieces {
+		if p.Size() >= limit || len(b.entries) == maxPackChunks {
 			break
 		}
-		raw, err := piece(ctx, id.String())
+		raw, err := chunk(ctx, id.String())
 		if err != nil {
 			return nil, err
 		}

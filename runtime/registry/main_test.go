@@ -53,17 +53,17 @@ func (s *served) read(t *testing.T, path string) []byte {
 
 // memory is a checkpoint and a target in memory.
 type memory struct {
-	pieces map[string][]byte
+	chunks map[string][]byte
 	puts   int
 	begun  []byte
 }
 
-func newMemory() *memory { return &memory{pieces: map[string][]byte{}} }
+func newMemory() *memory { return &memory{chunks: map[string][]byte{}} }
 
-func (m *memory) add(p []byte) { m.pieces[pack.Sum(p).String()] = p }
+func (m *memory) add(p []byte) { m.chunks[pack.Sum(p).String()] = p }
 
-func (m *memory) Pieces(_ context.Context, fn func(string, int64) error) error {
-	for d, p := range m.pieces { // in a random order
+func (m *memory) Chunks(_ context.Context, fn func(string, int64) error) error {
+	for d, p := range m.chunks { // in a random order
 		if err := fn(d, int64(len(p))); err != nil {
 			return err
 		}
@@ -71,8 +71,8 @@ func (m *memory) Pieces(_ context.Context, fn func(string, int64) error) error {
 	return nil
 }
 
-func (m *memory) Piece(_ context.Context, d string) ([]byte, error) {
-	p, ok := m.pieces[d]
+func (m *memory) Chunk(_ context.Context, d string) ([]byte, error) {
+	p, ok := m.chunks[d]
 	if !ok {
 		return nil, fmt.Errorf("no piece %s", d)
 	}
@@ -81,21 +81,21 @@ func (m *memory) Piece(_ context.Context, d string) ([]byte, error) {
 
 func (m *memory) Missing(_ context.Context, ds []string) (out []string, _ error) {
 	for _, d := range ds {
-		if _, ok := m.pieces[d]; !ok {
+		if _, ok := m.chunks[d]; !ok {
 			out = append(out, d)
 		}
 	}
 	return out, nil
 }
 
-func (m *memory) PutPiece(_ context.Context, d string, raw []byte) error {
+func (m *memory) PutChunk(_ context.Context, d string, raw []byte) error {
 	if pack.Sum(raw).String() != d {
 		return fmt.Errorf("piece %s has the bytes of %s", d, pack.Sum(raw))
 	}
-	if m.pieces[d] != nil {
+	if m.chunks[d] != nil {
 		return fmt.Errorf("piece %s is put twice", d)
 	}
-	m.pieces[d] = bytes.Clone(raw)
+	m.chunks[d] = bytes.Clone(raw)
 	m.puts++
 	return nil
 }
@@ -107,18 +107,18 @@ func (m *memory) begin(_ context.Context, manifest []byte) (Target, error) {
 
 func (m *memory) clone() *memory {
 	c := newMemory()
-	maps.Copy(c.pieces, m.pieces)
+	maps.Copy(c.chunks, m.chunks)
 	return c
 }
 
 func (m *memory) bytes() (n int64) {
-	for _, p := range m.pieces {
+	for _, p := range m.chunks {
 		n += int64(len(p))
 	}
 	return n
 }
 
-// sample makes n pieces of about size bytes each, every other one compressible.
+// sample makes n chunks of about size bytes each, every other one compressible.
 func sample(seed uint64, n, size int) *memory {
 	m := newMemory()
 	r := rand.New(rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8)}))
@@ -137,11 +137,11 @@ func sample(seed uint64, n, size int) *memory {
 
 func (m *memory) same(t *testing.T, o *memory) {
 	t.Helper()
-	if a, b := slices.Sorted(maps.Keys(m.pieces)), slices.Sorted(maps.Keys(o.pieces)); !slices.Equal(a, b) {
-		t.Fatalf("%d pieces and %d pieces, not the same", len(a), len(b))
+	if a, b := slices.Sorted(maps.Keys(m.chunks)), slices.Sorted(maps.Keys(o.chunks)); !slices.Equal(a, b) {
+		t.Fatalf("%d chunks and %d chunks, not the same", len(a), len(b))
 	}
-	for d, p := range m.pieces {
-		if !bytes.Equal(p, o.pieces[d]) {
+	for d, p := range m.chunks {
+		if !bytes.Equal(p, o.chunks[d]) {
 			t.Fatalf("piece %s differs", d)
 		}
 	}

@@ -23,11 +23,11 @@ import (
 
 // Target is the destination of Pull; a *store.Draft is one.
 type Target interface {
-	// Missing returns those of the pieces that neither the store has nor was
+	// Missing returns those of the chunks that neither the store has nor was
 	// put here.
 	Missing(ctx context.Context, digests []string) ([]string, error)
-	// PutPiece takes a piece, which is proven. raw is the caller's afterwards.
-	PutPiece(ctx context.Context, digest string, raw []byte) error
+	// PutChunk takes a chunk, which is proven. raw is the caller's afterwards.
+	PutChunk(ctx context.Context, digest string, raw []byte) error
 }
 
 // Pulled is the result of Pull.
@@ -35,13 +35,13 @@ type Pulled struct {
 	Reference string // HOST/NAME@sha256:HEX
 	Manifest  []byte // manifest.json
 	Bytes     int64  // that travelled
-	Skipped   int64  // of packs that the target has all pieces of
+	Skipped   int64  // of packs that the target has all chunks of
 }
 
 // Pull brings the checkpoint under ref, HOST/NAME:TAG or HOST/NAME@DIGEST.
 // Once it has the manifest, begin makes the target; an error of begin (say, the
 // checkpoint is there already) ends the pull. The manifest is not checked but
-// against its digest, and that all pieces are there is for the caller to
+// against its digest, and that all chunks are there is for the caller to
 // prove when he commits.
 //
 // What is not there is ErrNotFound, without a login it may be ErrDenied, what
@@ -109,14 +109,14 @@ func (p *pull) progress(more int64) {
 	}
 }
 
-// pack brings those pieces of a pack that are used and missing.
+// pack brings those chunks of a pack that are used and missing.
 func (p *pull) pack(ctx context.Context, ref packRef, uses bitmap) error {
 	entries, err := p.c.index(ctx, ref)
 	if err != nil {
 		return err
 	}
 	p.out.Bytes += ref.index.Size
-	if len(entries) != ref.pieces() {
+	if len(entries) != ref.chunks() {
 		return fmt.Errorf("%w: its index has another length than it says", fault.ErrCorrupt)
 	}
 	var used []string
@@ -160,7 +160,7 @@ func (p *pull) pack(ctx context.Context, ref packRef, uses bitmap) error {
 	return os.Remove(f.Name())
 }
 
-// put gives the missing pieces of a pack to the target.
+// put gives the missing chunks of a pack to the target.
 func (p *pull) put(ctx context.Context, f *os.File, missing map[pack.ID]bool) error {
 	r, err := pack.Open(f)
 	if err != nil {
@@ -180,7 +180,7 @@ func (p *pull) put(ctx context.Context, f *os.File, missing map[pack.ID]bool) er
 		}
 		room = raw[:0]
 		delete(missing, b.ID)
-		return p.target.PutPiece(ctx, b.ID.String(), raw)
+		return p.target.PutChunk(ctx, b.ID.String(), raw)
 	})
 	if err != nil {
 		return err

@@ -27,14 +27,14 @@ import (
 
 // Checkpoint is the source of Push; a *store.Reader is one.
 type Checkpoint interface {
-	// Pieces calls fn for every piece that the checkpoint needs, once, with
+	// Chunks calls fn for every chunk that the checkpoint needs, once, with
 	// its raw bytes.
-	Pieces(ctx context.Context, fn func(digest string, raw int64) error) error
-	// Piece returns a piece, proven.
-	Piece(ctx context.Context, digest string) ([]byte, error)
+	Chunks(ctx context.Context, fn func(digest string, raw int64) error) error
+	// Chunk returns a chunk, proven.
+	Chunk(ctx context.Context, digest string) ([]byte, error)
 }
 
-// About describes the checkpoint that the pieces belong to.
+// About describes the checkpoint that the chunks belong to.
 type About struct {
 	ID       string // the checkpoint's, 12 or more hex digits
 	Manifest []byte // manifest.json as it lies in the store
@@ -115,7 +115,7 @@ type push struct {
 	out   Pushed
 }
 
-// need is the state of a piece.
+// need is the state of a chunk.
 type need struct {
 	raw uint32
 	had bool // by one of the packs
@@ -172,26 +172,26 @@ func (p *push) run(ctx context.Context, tags []name.Reference) error {
 
 // list asks what the checkpoint needs.
 func (p *push) list(ctx context.Context) error {
-	return p.cp.Pieces(ctx, func(digest string, raw int64) error {
+	return p.cp.Chunks(ctx, func(digest string, raw int64) error {
 		id, err := pack.ParseID(digest)
 		if err != nil {
 			return err
 		}
-		if raw < 1 || raw > pack.MaxPiece {
+		if raw < 1 || raw > pack.MaxChunk {
 			return fmt.Errorf("piece %s of %d bytes: %w", digest, raw, fault.ErrInvalid)
 		}
 		if _, there := p.need[id]; !there {
 			p.need[id] = need{raw: uint32(raw)}
 			p.total += raw
 		}
-		if len(p.need) > maxPieces {
-			return fmt.Errorf("more than %d pieces: %w", maxPieces, fault.ErrUnsupported)
+		if len(p.need) > maxChunks {
+			return fmt.Errorf("more than %d pieces: %w", maxChunks, fault.ErrUnsupported)
 		}
 		return nil
 	})
 }
 
-// look fetches the artifacts that may have some of the pieces: what is under
+// look fetches the artifacts that may have some of the chunks: what is under
 // the tags now, and the nearest ancestor.
 func (p *push) look(ctx context.Context, tags []name.Reference) (found []*artifact, err error) {
 	seen := map[v1.Hash]bool{}
@@ -226,7 +226,7 @@ func (p *push) look(ctx context.Context, tags []name.Reference) (found []*artifa
 type candidate struct {
 	ref     packRef
 	entries []entry
-	stored  int64 // bytes of all pieces
+	stored  int64 // bytes of all chunks
 	used    int64 // bytes of those that are needed and not yet had
 }
 
@@ -314,7 +314,7 @@ func (p *push) fresh(ctx context.Context) error {
 	}
 	defer os.RemoveAll(dir)
 	for len(ids) > 0 {
-		b, err := build(ctx, filepath.Join(dir, "pack"), ids, p.cp.Piece, p.c.opts.packSize)
+		b, err := build(ctx, filepath.Join(dir, "pack"), ids, p.cp.Chunk, p.c.opts.packSize)
 		if err != nil {
 			return err
 		}
@@ -377,7 +377,7 @@ func (p *push) upload(ctx context.Context, d v1.Descriptor, open func() (io.Read
 }
 
 // whole reports whether an artifact of this very checkpoint has all of its
-// pieces, and the registry all of its blobs.
+// chunks, and the registry all of its blobs.
 func (p *push) whole(ctx context.Context, a *artifact) (bool, error) {
 	skipped := a.m.Config.Size + a.uses.Size
 	blobs := []v1.Descriptor{a.m.Config, a.uses}

@@ -29,7 +29,7 @@ func TestRoundTrip(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src := sample(1, 60, 20_000)
 	src.add([]byte("x")) // one byte
-	big := bytes.Repeat([]byte("0123456789abcdef"), pack.MaxPiece/16)
+	big := bytes.Repeat([]byte("0123456789abcdef"), pack.MaxChunk/16)
 	src.add(big)
 	var last, total int64
 	o.Progress = func(d, n int64) {
@@ -68,8 +68,8 @@ func TestRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r.Count() != int64(len(src.pieces)) {
-		t.Errorf("%d pieces, want %d", r.Count(), len(src.pieces))
+	if r.Count() != int64(len(src.chunks)) {
+		t.Errorf("%d chunks, want %d", r.Count(), len(src.chunks))
 	}
 
 	for _, ref := range []string{":before", ":" + Tag(id1), strings.TrimPrefix(p.Reference, s.Host()+"/team/web")} {
@@ -88,11 +88,11 @@ func TestRoundTrip(t *testing.T) {
 
 func TestNothingToPush(t *testing.T) {
 	s, o := serve(t), fast(t)
-	src := newMemory() // a checkpoint of nothing has no pieces
+	src := newMemory() // a checkpoint of nothing has no chunks
 	mustPush(t, s.Host()+"/web", src, about(id1), o)
 	dst := newMemory()
 	pullInto(t, s.Host()+"/web:"+Tag(id1), dst, o)
-	if len(dst.pieces) != 0 {
+	if len(dst.chunks) != 0 {
 		t.Error("pieces came from nowhere")
 	}
 	if got := s.Requests("PUT /v2/web/manifests/"); len(got) != 1 {
@@ -132,13 +132,13 @@ func TestIncremental(t *testing.T) {
 
 	child := parent.clone()
 	n := 0
-	for d := range child.pieces { // 10 are gone, 10 are new
+	for d := range child.chunks { // 10 are gone, 10 are new
 		if n++; n <= 10 {
-			delete(child.pieces, d)
+			delete(child.chunks, d)
 		}
 	}
 	extra := sample(2, 10, 4000)
-	for _, p := range extra.pieces {
+	for _, p := range extra.chunks {
 		child.add(p)
 	}
 	s.Forget()
@@ -168,10 +168,10 @@ func TestIncremental(t *testing.T) {
 	dst = newMemory()
 	pullInto(t, s.Host()+"/web:two", dst, o)
 	child.same(t, dst)
-	// A host that has all but one piece gets that one.
+	// A host that has all but one chunk gets that one.
 	dst = child.clone()
-	for d := range extra.pieces {
-		delete(dst.pieces, d)
+	for d := range extra.chunks {
+		delete(dst.chunks, d)
 		break
 	}
 	if pullInto(t, s.Host()+"/web:two", dst, o); dst.puts != 1 {
@@ -180,11 +180,11 @@ func TestIncremental(t *testing.T) {
 
 	// A pack of which little is needed is not dragged along.
 	small := newMemory()
-	for _, p := range extra.pieces {
+	for _, p := range extra.chunks {
 		small.add(p)
 	}
-	for d, p := range parent.pieces {
-		if child.pieces[d] != nil {
+	for d, p := range parent.chunks {
+		if child.chunks[d] != nil {
 			small.add(p)
 			break
 		}
@@ -205,7 +205,7 @@ func TestChain(t *testing.T) {
 	m := newMemory()
 	var before []string
 	for i := range maxReused + 10 {
-		for _, p := range sample(uint64(1000+i), 2, 100).pieces {
+		for _, p := range sample(uint64(1000+i), 2, 100).chunks {
 			m.add(p)
 		}
 		id := fmt.Sprintf("%016x", i+1)

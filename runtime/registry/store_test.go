@@ -63,7 +63,7 @@ func take(t *testing.T, s *store.Store, c store.Checkpoint, files tree, pages []
 	entries := []overlay.Entry{{Path: ".", Type: overlay.TypeDir, Mode: 0o755}}
 	for _, p := range slices.SortedFunc(maps.Keys(files), overlay.ComparePaths) {
 		e := overlay.Entry{Path: p, Type: overlay.TypeFile, Mode: 0o644, Size: int64(len(files[p]))}
-		if e.Digest, e.Pieces, err = d.Sink().Data(ctx, e.Size, bytes.NewReader(files[p])); err != nil {
+		if e.Digest, e.Chunks, err = d.Sink().Data(ctx, e.Size, bytes.NewReader(files[p])); err != nil {
 			t.Fatal(err)
 		}
 		entries = append(entries, e)

@@ -18,10 +18,10 @@ const (
 	catalogBatch = 16384 // rows that are read while other queries wait
 	noPack       = 1<<32 - 1
 	packedBit    = 1 << 31
-	maxCarry     = 256 << 20 // bytes of a line that is cut over several pieces
+	maxCarry     = 256 << 20 // bytes of a line that is cut over several chunks
 )
 
-// catalog is the index in memory, 60 bytes for each piece. A piece is spoken of
+// catalog is the index in memory, 60 bytes for each chunk. A chunk is spoken of
 // by its number, its place in the order of ids.
 type catalog struct {
 	ids   []pack.ID
@@ -57,7 +57,7 @@ func (s *Store) loadCatalog(ctx context.Context) (*catalog, error) {
 	}
 	c.ids, c.slots = make([]pack.ID, 0, n), make([]slot, 0, n)
 	place := map[int64]uint32{}
-	// Pieces first: by the time that packs are read, each has its own.
+	// Chunks first: by the time that packs are read, each has its own.
 	var last []byte
 	for more := true; more; {
 		first := len(c.ids)
@@ -156,13 +156,13 @@ func (b bitset) count() (n int) {
 // common, and each part of one is read once.
 type survey struct {
 	cat *catalog
-	// absent are the pieces that are needed and are not in the index, or are
+	// absent are the chunks that are needed and are not in the index, or are
 	// there with another length; they have the numbers after those of the catalog.
 	absent  map[wanted]uint32
 	absents []pack.ID
 
-	known  map[pack.ID]uint32 // a part of a list, by its piece, or a recipe, by its digest -> its group
-	groups [][]uint32         // the pieces that a part names
+	known  map[pack.ID]uint32 // a part of a list, by its chunk, or a recipe, by its digest -> its group
+	groups [][]uint32         // the chunks that a part names
 	room   []byte             // of read
 }
 
@@ -175,20 +175,20 @@ func newSurvey(cat *catalog) *survey {
 	return &survey{cat: cat, absent: map[wanted]uint32{}, known: map[pack.ID]uint32{}}
 }
 
-// needed lists the needs of one checkpoint; a piece may be in it several times.
+// needed lists the needs of one checkpoint; a chunk may be in it several times.
 type needed struct {
 	groups []uint32
-	pieces []uint32
+	chunks []uint32
 }
 
-// number returns the piece's number; raw 0: its length is not known.
+// number returns the chunk's number; raw 0: its length is not known.
 func (v *survey) number(id pack.ID, raw int64) uint32 {
 	i, ok := v.cat.find(id)
 	if ok && (raw == 0 || raw == int64(v.cat.slots[i].raw&^packedBit)) {
 		return i
 	}
 	if ok {
-		// The same digest, another length: the list is wrong, whatever the piece is.
+		// The same digest, another length: the list is wrong, whatever the chunk is.
 		raw = -raw
 	}
 	w := wanted{id, raw}
@@ -201,7 +201,7 @@ func (v *survey) number(id pack.ID, raw int64) uint32 {
 	return n
 }
 
-func (v *survey) list(to []uint32, list []overlay.Piece) ([]uint32, error) {
+func (v *survey) list(to []uint32, list []overlay.Chunk) ([]uint32, error) {
 	for _, x := range list {
 		id, err := pack.ParseID(x.Digest)
 		if err != nil {
@@ -234,8 +234,8 @@ func (v *survey) checkpoint(ctx context.Context, r *Reader) (n needed, damage []
 	if err := hurt("", err); err != nil {
 		return n, damage, err
 	}
-	for _, part := range [][]overlay.Piece{list.pieces.lists, list.pieces.lines} {
-		if n.pieces, err = v.list(n.pieces, part); err != nil {
+	for _, part := range [][]overlay.Chunk{list.chunks.lists, list.chunks.lines} {
+		if n.chunks, err = v.list(n.chunks, part); err != nil {
 			return n, damage, err
 		}
 	}
@@ -250,8 +250,8 @@ func (v *survey) checkpoint(ctx context.Context, r *Reader) (n needed, damage []
 }
 
 func (v *survey) image(ctx context.Context, r *Reader, im *Image, n *needed) (err error) {
-	for _, list := range []Pieces{im.Pieces, im.Recipe, im.Pages} {
-		if n.pieces, err = v.list(n.pieces, list); err != nil {
+	for _, list := range []Chunks{im.Chunks, im.Recipe, im.Pages} {
+		if n.chunks, err = v.list(n.chunks, list); err != nil {
 			return err
 		}
 	}
@@ -295,8 +295,8 @@ func (v *survey) tree(ctx context.Context, r *Reader, t *Tree, n *needed, hurt f
 	if err != nil {
 		return hurt(err)
 	}
-	for _, part := range [][]overlay.Piece{list.lists, list.lines} {
-		if n.pieces, err = v.list(n.pieces, part); err != nil {
+	for _, part := range [][]overlay.Chunk{list.lists, list.lines} {
+		if n.chunks, err = v.list(n.chunks, part); err != nil {
 			return hurt(err)
 		}
 	}
@@ -341,7 +341,7 @@ func (v *survey) tree(ctx context.Context, r *Reader, t *Tree, n *needed, hurt f
 		if carry, torn = slices.Clone(data[end:]), false; whole && err == nil {
 			n.groups = append(n.groups, v.group(id, members))
 		} else {
-			n.pieces = append(n.pieces, members...)
+			n.chunks = append(n.chunks, members...)
 		}
 	}
 	if len(carry) > 0 {
@@ -350,18 +350,18 @@ func (v *survey) tree(ctx context.Context, r *Reader, t *Tree, n *needed, hurt f
 	return nil
 }
 
-// read reads a part of a list past the cache of decoded pieces: it is read once. The returned
+// read reads a part of a list past the cache of decoded chunks: it is read once. The returned
 // slice is valid until the next read.
 func (v *survey) read(ctx context.Context, r *Reader, id pack.ID) ([]byte, error) {
 	i, ok := v.cat.find(id)
 	if !ok || v.cat.slots[i].pack == noPack {
-		return r.pieces.read(ctx, id)
+		return r.chunks.read(ctx, id)
 	}
 	if err := ctx.Err(); err != nil {
 		return nil, context.Cause(ctx)
 	}
 	name := v.cat.packs[v.cat.slots[i].pack].name
-	data, err := r.pieces.loadBlob(pack.Path(r.s.packsDir(), name), v.cat.blob(i), v.room)
+	data, err := r.chunks.loadBlob(pack.Path(r.s.packsDir(), name), v.cat.blob(i), v.room)
 	if err != nil {
 		return nil, fmt.Errorf("pack %s: %w", name, err)
 	}
@@ -387,9 +387,9 @@ func (v *survey) lines(data []byte, torn bool) (members []uint32, err error) {
 		if size == 0 {
 			continue
 		}
-		list := e.Pieces
+		list := e.Chunks
 		if list == nil {
-			list = []overlay.Piece{{Digest: e.Digest, Len: size}}
+			list = []overlay.Chunk{{Digest: e.Digest, Len: size}}
 		}
 		if members, err = v.list(members, list); err != nil {
 			return members, fmt.Errorf("%q: %w", e.Path, err)
@@ -398,10 +398,10 @@ func (v *survey) lines(data []byte, torn bool) (members []uint32, err error) {
 	return members, nil
 }
 
-// each calls fn once for every piece that a checkpoint needs and that is not in
+// each calls fn once for every chunk that a checkpoint needs and that is not in
 // seen yet, and adds it there. seen has room for all of size.
 func (v *survey) each(n needed, seen bitset, fn func(i uint32)) {
-	for _, i := range n.pieces {
+	for _, i := range n.chunks {
 		if seen.addNew(i) {
 			fn(i)
 		}

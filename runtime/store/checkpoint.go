@@ -37,7 +37,7 @@ type Checkpoint struct {
 	Warnings    []string
 	Spec        json.RawMessage // of the sandbox
 	Added       int64           // bytes of the pack that it brought
-	Unchanged   bool            // every piece was there already: it brought none
+	Unchanged   bool            // every chunk was there already: it brought none
 	Damaged     string          // what the last verification found; empty: nothing
 	Pinned      bool
 	Lease       string    // id of the lease that it is removed with; empty: none
@@ -345,7 +345,7 @@ func (a *Attached) record() string {
 	return encode(a.brief())
 }
 
-// setReady records the pieces of a published checkpoint and makes it visible, in one
+// setReady records the chunks of a published checkpoint and makes it visible, in one
 // step. It returns ErrState if the row is no longer pending, as after a removal.
 // It returns the numbers of the packs, as addPack does.
 func (s *Store) setReady(ctx context.Context, id string, p published) (nums []int64, err error) {

@@ -27,7 +27,7 @@ const publishDir = "publish"
 
 // Commit publishes the draft: when it returns nil, the checkpoint is on the
 // disk, whole, and ready. Tree 0, one for each of m.Volumes and one for m.Attached
-// must have been put, for a full checkpoint the images as well. A piece that they name and that
+// must have been put, for a full checkpoint the images as well. A chunk that they name and that
 // neither Sink was given nor the store has is ErrCorrupt: what the caller knew
 // of the files is not true. On an error nothing is published, and Abort is still
 // to be called. A context that ends before the rename stops it; later it does
@@ -70,7 +70,7 @@ func (d *Draft) Commit(ctx context.Context, m Manifest) (Checkpoint, error) {
 
 // CommitAs is Commit for a checkpoint that was made elsewhere: its manifest is published as it
 // is. It must have the draft's id, sandbox, kind and parent. All that it needs must have been
-// given to PutPiece, or be in the store; CommitAs proves this by reading its lists, and
+// given to PutChunk, or be in the store; CommitAs proves this by reading its lists, and
 // returns ErrCorrupt if anything is wrong.
 func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	d.mu.Lock()
@@ -92,7 +92,7 @@ func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	p := newPieces(d.x)
+	p := newChunks(d.x)
 	p.own = make(map[pack.ID]ownPlace, len(info.Blobs))
 	for _, b := range info.Blobs {
 		p.own[b.ID] = ownPlace{info.Temp, b}
@@ -225,7 +225,7 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordWait)
 	defer cancel()
 	p := published{manifest: m, digest: digestOf(data), bytes: int64(len(data)) + stored, asIs: asIs}
-	var own, ownBytes int64 // needed pieces of the own pack
+	var own, ownBytes int64 // needed chunks of the own pack
 	if info.Name != "" {
 		for i := range info.Blobs {
 			if _, needed := slices.BinarySearchFunc(need, info.Blobs[i].ID, compareIDs); needed {
@@ -239,7 +239,7 @@ func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pac
 			return Checkpoint{}, err
 		}
 	}
-	d.need = idSet{} // the rows of a million pieces need its memory more
+	d.need = idSet{} // the rows of a million chunks need its memory more
 	if err := failpoint.Hit("store.commit.before-rename"); err != nil {
 		return Checkpoint{}, err
 	}

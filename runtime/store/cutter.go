@@ -12,7 +12,7 @@ import (
 type Cutter struct{}
 
 // Data: see overlay.Sink.
-func (Cutter) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+func (Cutter) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Chunk, error) {
 	digest, list, err := cut(ctx, size, r, func(raw []byte) (pack.ID, error) { return pack.Sum(raw), nil })
 	if len(list) < 2 {
 		list = nil

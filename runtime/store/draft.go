@@ -31,7 +31,7 @@ const (
 
 // Draft is a checkpoint in the making. It ends with Commit or CommitAs, and
 // then Close; or with Abort, also after an error of Commit. From its beginning
-// on nothing that the store has goes away. Sink and PutPiece are for concurrent
+// on nothing that the store has goes away. Sink and PutChunk are for concurrent
 // use, and the Put methods may run side by side.
 type Draft struct {
 	s     *Store
@@ -45,7 +45,7 @@ type Draft struct {
 	mu     sync.Mutex // guards what follows
 	need   idSet
 	trees  map[int]Tree
-	lines  map[int][]overlay.Piece // the pieces of their lines
+	lines  map[int][]overlay.Chunk // the chunks of their lines
 	images []Image                 // nil: there were none yet
 	listed *Tree                   // their list; nil: it is short
 	put    string                  // the pack, once it has its name
@@ -107,7 +107,7 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		lock.Unlock()
 		return nil, err
 	}
-	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{}, lines: map[int][]overlay.Piece{}}
+	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{}, lines: map[int][]overlay.Chunk{}}
 	d.pack, err = pack.Create(s.packsDir())
 	if err == nil {
 		err = failpoint.Hit("store.begin.before-dir")
@@ -191,7 +191,7 @@ func (d *Draft) Abort(ctx context.Context, cause error, keep ...string) error {
 	logs := d.readLogs(keep)
 
 	// The files go first: after "no space left" the record needs their room.
-	// The manifest is gone before the pieces that it names.
+	// The manifest is gone before the chunks that it names.
 	_ = os.Remove(d.newIndexCache()) // what stays is swept later
 	err := failpoint.Hit("store.abort.before-remove")
 	if err == nil {

@@ -205,7 +205,7 @@ func TestCommitRefuses(t *testing.T) {
 		"a fifo": {KindFull, func(d *Draft) error {
 			return errors.Join(tree(d), unix.Mkfifo(d.CRIUDir()+"/pages-1.img", 0o600), d.PutImages(ctx))
 		}, fault.ErrCorrupt, "pages-1.img"},
-		"foreign bytes": {KindFiles, func(d *Draft) error { return errors.Join(tree(d), d.PutPiece(ctx, stranger, []byte("something else"))) }, fault.ErrCorrupt, stranger},
+		"foreign bytes": {KindFiles, func(d *Draft) error { return errors.Join(tree(d), d.PutChunk(ctx, stranger, []byte("something else"))) }, fault.ErrCorrupt, stranger},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, err := s.BeginCheckpoint(ctx, of(b, "", x.kind))
@@ -409,7 +409,7 @@ func TestManifest(t *testing.T) {
 
 func TestManifestAttached(t *testing.T) {
 	id, digest := strings.Repeat("a", 32), digestPrefix+strings.Repeat("0", 64)
-	tree := Tree{Entries: 1, Bytes: 2, Digest: digest, Pieces: Pieces{{Digest: digest, Len: 2}}}
+	tree := Tree{Entries: 1, Bytes: 2, Digest: digest, Chunks: Chunks{{Digest: digest, Len: 2}}}
 	parse := func(paths ...AttachedFile) (Manifest, error) {
 		m := Manifest{Version: VersionAttached, ID: id, SandboxID: id, Kind: KindFiles, Files: []Tree{tree}, Attached: &Attached{Paths: paths, Files: tree}}
 		data, err := m.Encode()
@@ -440,7 +440,7 @@ func TestManifestManaged(t *testing.T) {
 		"/etc/hosts":    {Mode: 0o600, UID: 7, Data: []byte("\xff\x00\n")},
 		"/etc/hostname": {Mode: 0o644},
 	}}
-	m.Files = []Tree{{Entries: 1, Bytes: 2, Digest: digest, Pieces: Pieces{{Digest: digest, Len: 2}}}}
+	m.Files = []Tree{{Entries: 1, Bytes: 2, Digest: digest, Chunks: Chunks{{Digest: digest, Len: 2}}}}
 	data, err := m.Encode()
 	if err != nil {
 		t.Fatal(err)

@@ -21,10 +21,10 @@ func FuzzParseManifest(f *testing.F) {
 	m.Created = time.Unix(1, 5)
 	m.Spec = []byte(`{"b":[1.50,-0,1e3,"\u2028<>"],"a":null}`)
 	digest := digestOf(nil)
-	two := Pieces{{Digest: digest, Len: 3}, {Digest: digest, Len: 2}}
-	tree := Tree{Entries: 2, Data: 7, Bytes: 5, Digest: digest, Pieces: two}
+	two := Chunks{{Digest: digest, Len: 3}, {Digest: digest, Len: 2}}
+	tree := Tree{Entries: 2, Data: 7, Bytes: 5, Digest: digest, Chunks: two}
 	m.Files, m.Volumes = []Tree{tree}, []Volume{{"vol", tree}}
-	m.Processes.Images = []Image{{Name: "a.img", Digest: digest}, {Name: "b.img", Digest: digest, Bytes: 5, Pieces: two},
+	m.Processes.Images = []Image{{Name: "a.img", Digest: digest}, {Name: "b.img", Digest: digest, Bytes: 5, Chunks: two},
 		{Name: "pages-1.img", Digest: digest, Bytes: 8192, Recipe: two, Pages: two}}
 	full, err := m.Encode()
 	if err != nil {
@@ -64,13 +64,13 @@ func FuzzParseManifest(f *testing.F) {
 			t.Fatalf("%+v", m)
 		}
 		for _, tree := range m.trees() {
-			if n, err := tree.Pieces.bytes(); err != nil || n != tree.Bytes && tree.Depth == 0 {
+			if n, err := tree.Chunks.bytes(); err != nil || n != tree.Bytes && tree.Depth == 0 {
 				t.Fatalf("%+v", tree)
 			}
 		}
 		if m.Processes != nil {
 			for _, im := range m.Processes.Images {
-				if _, err := segments(append(slices.Clone(im.Pieces), im.Recipe...)); !isPlain(im.Name) || err != nil {
+				if _, err := segments(append(slices.Clone(im.Chunks), im.Recipe...)); !isPlain(im.Name) || err != nil {
 					t.Fatal(im.Name, err)
 				}
 			}
@@ -148,14 +148,14 @@ func TestHostileManifest(t *testing.T) {
 		"entries":           {func(m *Manifest) { m.Files[0].Entries-- }, false},
 		"data":              {func(m *Manifest) { m.Files[0].Data++ }, false},
 		"digest of a list":  {func(m *Manifest) { m.Files[0].Digest = digestOf([]byte("x")) }, false},
-		"another list":      {func(m *Manifest) { m.Files[0].Pieces = m.Processes.Images[core].Pieces; m.Files[0].Bytes = 100 }, false},
-		"length of a list":  {func(m *Manifest) { m.Files[0].Bytes++; m.Files[0].Pieces[0].Len++ }, false},
-		"a piece not there": {func(m *Manifest) { m.Processes.Images[core].Pieces[0].Digest = digestOf([]byte("x")) }, false},
-		"not a recipe":      {func(m *Manifest) { m.Processes.Images[pages].Recipe = m.Processes.Images[core].Pieces }, false},
+		"another list":      {func(m *Manifest) { m.Files[0].Chunks = m.Processes.Images[core].Chunks; m.Files[0].Bytes = 100 }, false},
+		"length of a list":  {func(m *Manifest) { m.Files[0].Bytes++; m.Files[0].Chunks[0].Len++ }, false},
+		"a piece not there": {func(m *Manifest) { m.Processes.Images[core].Chunks[0].Digest = digestOf([]byte("x")) }, false},
+		"not a recipe":      {func(m *Manifest) { m.Processes.Images[pages].Recipe = m.Processes.Images[core].Chunks }, false},
 		"pages not there":   {func(m *Manifest) { m.Processes.Images[pages].Pages[0].Digest = digestOf([]byte("x")) }, false},
 		"bytes of pages":    {func(m *Manifest) { m.Processes.Images[pages].Bytes++ }, false},
 		"digest of pages":   {func(m *Manifest) { m.Processes.Images[pages].Digest = digestOf([]byte("x")) }, true},
-		"length of a piece": {func(m *Manifest) { m.Processes.Images[core].Pieces[0].Len++; m.Processes.Images[core].Bytes++ }, false},
+		"length of a piece": {func(m *Manifest) { m.Processes.Images[core].Chunks[0].Len++; m.Processes.Images[core].Bytes++ }, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			raw, err := good.Encode()

@@ -33,7 +33,7 @@ func (s *Store) pass(ctx context.Context) error {
 }
 
 // alone is exclude with a chance of success while drafts follow each other. The holder
-// may remove pieces, so the index caches are dropped.
+// may remove chunks, so the index caches are dropped.
 func (s *Store) alone(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
 	deadline := time.Now().Add(wait)
 	for {

@@ -14,9 +14,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// A manifest names the process images, and their pieces, itself if that takes at most
+// A manifest names the process images, and their chunks, itself if that takes at most
 // maxNamed bytes. A longer list is JSON lines, one for each image in the order of the
-// names, that are stored in pieces as a list of files is.
+// names, that are stored in chunks as a list of files is.
 var maxNamed = 1 << 10
 
 // How lists of process images are cut. Changing these makes all lists new to all stores.
@@ -53,7 +53,7 @@ func (d *Draft) putImageList(ctx context.Context, list []Image) (*Tree, error) {
 	if _, err := readImageList(t, bytes.NewReader(lines.Bytes())); err != nil {
 		return nil, err
 	}
-	var pieces []overlay.Piece
+	var chunks []overlay.Chunk
 	begin, at := 0, 0
 	for all := lines.Bytes(); at < len(all); {
 		word := all[at : at+wordLen(all[at:])]
@@ -66,14 +66,14 @@ func (d *Draft) putImageList(ctx context.Context, list []Image) (*Tree, error) {
 		if err != nil {
 			return nil, err
 		}
-		pieces, begin = append(pieces, overlay.Piece{Digest: id.String(), Len: int64(n)}), at
+		chunks, begin = append(chunks, overlay.Chunk{Digest: id.String(), Len: int64(n)}), at
 	}
 	var err error
-	t.Pieces, t.Depth, err = d.putList(ctx, pieces)
+	t.Chunks, t.Depth, err = d.putList(ctx, chunks)
 	return t, err
 }
 
-// wordLen returns where a list of process images can be cut: behind a line, and behind a piece in it
+// wordLen returns where a list of process images can be cut: behind a line, and behind a chunk in it
 // that another one follows.
 func wordLen(lines []byte) int {
 	for i, c := range lines {
@@ -149,15 +149,15 @@ func (r *Reader) ImageList(ctx context.Context) (io.ReadCloser, error) {
 	if err != nil {
 		return nil, err
 	}
-	return r.imageLines(ctx, p.Listed, list.pieces.lines)
+	return r.imageLines(ctx, p.Listed, list.chunks.lines)
 }
 
-func (r *Reader) imageLines(ctx context.Context, t *Tree, lines []overlay.Piece) (*proven, error) {
+func (r *Reader) imageLines(ctx context.Context, t *Tree, lines []overlay.Chunk) (*proven, error) {
 	segs, err := segments(lines)
 	if err != nil {
 		return nil, err
 	}
-	return newProven(ctx, r.pieces, imageListName, segs, true, t.Digest, t.Bytes), nil
+	return newProven(ctx, r.chunks, imageListName, segs, true, t.Digest, t.Bytes), nil
 }
 
 const imageListName = "list of process images"
@@ -165,7 +165,7 @@ const imageListName = "list of process images"
 // imageList is a Reader's list of process images.
 type imageList struct {
 	images []Image
-	pieces treeList
+	chunks treeList
 }
 
 // Images are the process images, sorted by name; none of a checkpoint of files only.
@@ -197,10 +197,10 @@ func (r *Reader) listed(ctx context.Context) (imageList, error) {
 }
 
 func (r *Reader) readListed(ctx context.Context, t *Tree) (l imageList, err error) {
-	if l.pieces, err = readList(t, func(id pack.ID) ([]byte, error) { return r.pieces.read(ctx, id) }); err != nil {
+	if l.chunks, err = readList(t, func(id pack.ID) ([]byte, error) { return r.chunks.read(ctx, id) }); err != nil {
 		return imageList{}, fmt.Errorf("%s: %w", imageListName, err)
 	}
-	s, err := r.imageLines(ctx, t, l.pieces.lines)
+	s, err := r.imageLines(ctx, t, l.chunks.lines)
 	if err != nil {
 		return imageList{}, err
 	}
@@ -215,11 +215,11 @@ func (r *Reader) readListed(ctx context.Context, t *Tree) (l imageList, err erro
 	return l, nil
 }
 
-// needsOfImageList adds the pieces of the list of process images, and returns the images.
+// needsOfImageList adds the chunks of the list of process images, and returns the images.
 func (r *Reader) needsOfImageList(ctx context.Context, set *idSet) ([]Image, error) {
 	l, err := r.listed(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return l.images, errors.Join(addPieces(set, l.pieces.lists), addPieces(set, l.pieces.lines))
+	return l.images, errors.Join(addChunks(set, l.chunks.lists), addChunks(set, l.chunks.lines))
 }

@@ -36,7 +36,7 @@ func imaged(small int, others map[string][]byte) content {
 	return c
 }
 
-// varied is data that is cut into about n pieces.
+// varied is data that is cut into about n chunks.
 func varied(n int) []byte { return block(rand.New(rand.NewPCG(2, 3)), n*256<<10) }
 
 func manifestOf(t *testing.T, s *Store, id string) (Manifest, int) {
@@ -46,7 +46,7 @@ func manifestOf(t *testing.T, s *Store, id string) (Manifest, int) {
 	return r.Manifest(), int(r.size)
 }
 
-// A manifest is at most 2 kB, however many process images there are and of however many pieces, and
+// A manifest is at most 2 kB, however many process images there are and of however many chunks, and
 // a full checkpoint that changed nothing adds no more than that to the files of the store.
 func TestImageListBytes(t *testing.T) {
 	for name, x := range map[string]struct {
@@ -94,7 +94,7 @@ func TestImageLists(t *testing.T) {
 	c := taken(t, s, of(b, "", KindFull), data)
 	same(t, s, c.ID, data)
 	m, _ := manifestOf(t, s, c.ID)
-	if l := m.Processes.Listed; l == nil || l.Depth == 0 || len(l.Pieces) > maxTop || l.Entries != 602 || len(m.Processes.Images) > 0 {
+	if l := m.Processes.Listed; l == nil || l.Depth == 0 || len(l.Chunks) > maxTop || l.Entries != 602 || len(m.Processes.Images) > 0 {
 		t.Fatalf("%d images and the list %+v", len(m.Processes.Images), l)
 	}
 	r := must1(s.OpenCheckpoint(ctx, c.ID))
@@ -147,13 +147,13 @@ func TestNamedImages(t *testing.T) {
 	tidy(t, to)
 }
 
-// imageParts are the pieces of the list of process images, and of the lists above it.
-func imageParts(t *testing.T, s *Store, id string) []overlay.Piece {
+// imageParts are the chunks of the list of process images, and of the lists above it.
+func imageParts(t *testing.T, s *Store, id string) []overlay.Chunk {
 	t.Helper()
 	r := must1(s.OpenCheckpoint(context.Background(), id))
 	defer r.Close()
 	l := must1(r.listed(context.Background()))
-	return append(slices.Clone(l.pieces.lists), l.pieces.lines...)
+	return append(slices.Clone(l.chunks.lists), l.chunks.lines...)
 }
 
 // Each damaged part of a list of images is found, and nothing that the checkpoint needs goes away
@@ -211,7 +211,7 @@ func TestHostileImageList(t *testing.T) {
 	c := taken(t, s, of(b, "", KindFull), imaged(200, nil))
 	r := must1(s.OpenCheckpoint(ctx, c.ID))
 	good, images := r.Manifest(), must1(r.Images(ctx))
-	lines := must1(r.listed(ctx)).pieces.lines
+	lines := must1(r.listed(ctx)).chunks.lines
 	must(t, r.Close())
 	line := func(list ...Image) (out []byte) {
 		for i := range list {
@@ -221,17 +221,17 @@ func TestHostileImageList(t *testing.T) {
 	}
 	// forge has the manifest name another list, of which it says what is right.
 	forge := func(d *Draft, m *Manifest, data []byte, n int) {
-		l := &Tree{Entries: int64(n), Bytes: int64(len(data)), Digest: digestOf(data), Pieces: Pieces{{Digest: digestOf(data), Len: int64(len(data))}}}
+		l := &Tree{Entries: int64(n), Bytes: int64(len(data)), Digest: digestOf(data), Chunks: Chunks{{Digest: digestOf(data), Len: int64(len(data))}}}
 		for i := range min(n, len(images)) {
 			l.Data += images[i].Bytes
 		}
-		must(t, d.PutPiece(ctx, digestOf(data), data))
+		must(t, d.PutChunk(ctx, digestOf(data), data))
 		m.Processes.Listed = l
 	}
 	edited := func(change func(im *Image)) func(d *Draft, m *Manifest) {
 		return func(d *Draft, m *Manifest) {
 			im := images[0]
-			im.Pieces = slices.Clone(im.Pieces)
+			im.Chunks = slices.Clone(im.Chunks)
 			change(&im)
 			forge(d, m, line(im), 1)
 		}
@@ -255,11 +255,11 @@ func TestHostileImageList(t *testing.T) {
 		"too many entries":     says(func(l *Tree) { l.Entries = maxImages + 1 }),
 		"data":                 says(func(l *Tree) { l.Data-- }),
 		"more data":            says(func(l *Tree) { l.Data++ }),
-		"lines for a list":     says(func(l *Tree) { l.Pieces = slices.Clone(lines[:1]) }),
-		"a part twice":         says(func(l *Tree) { l.Pieces = append(l.Pieces, l.Pieces[0]) }),
-		"no pieces":            says(func(l *Tree) { l.Pieces = Pieces{} }),
-		"more pieces than fit": says(func(l *Tree) { l.Pieces = slices.Repeat(l.Pieces, maxTop+1) }),
-		"a part not there":     says(func(l *Tree) { l.Pieces[0].Digest = digestOf([]byte("x")) }),
+		"lines for a list":     says(func(l *Tree) { l.Chunks = slices.Clone(lines[:1]) }),
+		"a part twice":         says(func(l *Tree) { l.Chunks = append(l.Chunks, l.Chunks[0]) }),
+		"no pieces":            says(func(l *Tree) { l.Chunks = Chunks{} }),
+		"more pieces than fit": says(func(l *Tree) { l.Chunks = slices.Repeat(l.Chunks, maxTop+1) }),
+		"a part not there":     says(func(l *Tree) { l.Chunks[0].Digest = digestOf([]byte("x")) }),
 
 		"out of order":       raw(line(images[1], images[0]), 2),
 		"one twice":          raw(line(images[0], images[0]), 2),
@@ -272,27 +272,27 @@ func TestHostileImageList(t *testing.T) {
 		"no list":            raw([]byte("null\n"), 1),
 		"a path":             edited(func(im *Image) { im.Name = "../../etc/passwd" }),
 		"a digest":           edited(func(im *Image) { im.Digest = "sha256:0" }),
-		"a piece not there":  edited(func(im *Image) { im.Pieces[0].Digest = digestOf([]byte("x")) }),
-		"no piece":           edited(func(im *Image) { im.Pieces = nil }),
-		"length of a piece":  edited(func(im *Image) { im.Pieces[0].Len++ }),
-		"pages alone":        edited(func(im *Image) { im.Pages = im.Pieces }),
-		"not a recipe":       edited(func(im *Image) { im.Recipe, im.Pieces = im.Pieces, nil }),
+		"a piece not there":  edited(func(im *Image) { im.Chunks[0].Digest = digestOf([]byte("x")) }),
+		"no piece":           edited(func(im *Image) { im.Chunks = nil }),
+		"length of a piece":  edited(func(im *Image) { im.Chunks[0].Len++ }),
+		"pages alone":        edited(func(im *Image) { im.Pages = im.Chunks }),
+		"not a recipe":       edited(func(im *Image) { im.Recipe, im.Chunks = im.Chunks, nil }),
 
 		// Each list names the one below it as often as it can: it would be as long as all memory.
 		"a list that grows": func(d *Draft, m *Manifest) {
 			below := line(images[0])
 			for range maxDepth {
 				id := pack.Sum(below)
-				must(t, d.PutPiece(ctx, id.String(), below))
+				must(t, d.PutChunk(ctx, id.String(), below))
 				rec := append(id[:], 0, 0, 0, 0)
 				for i := range 4 {
 					rec[32+i] = byte(len(below) >> (8 * i))
 				}
 				below = bytes.Repeat(rec, 10_000)
 			}
-			must(t, d.PutPiece(ctx, digestOf(below), below))
+			must(t, d.PutChunk(ctx, digestOf(below), below))
 			m.Processes.Listed = &Tree{Entries: 1, Data: images[0].Bytes, Bytes: 100, Digest: digestOf(nil), Depth: maxDepth,
-				Pieces: Pieces{{Digest: digestOf(below), Len: int64(len(below))}}}
+				Chunks: Chunks{{Digest: digestOf(below), Len: int64(len(below))}}}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -313,7 +313,7 @@ func TestHostileImageList(t *testing.T) {
 	tidy(t, s)
 }
 
-// A list of a million pieces has few in the manifest, and a longer one than can be read is not written.
+// A list of a million chunks has few in the manifest, and a longer one than can be read is not written.
 func TestLongImageList(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -322,14 +322,14 @@ func TestLongImageList(t *testing.T) {
 	im := Image{Name: "tmpfs-dev-1.tar.gz.img", Digest: digestOf(nil)}
 	grow := func(n int) {
 		for i := range n {
-			im.Pieces = append(im.Pieces, overlay.Piece{Digest: digestOf(fmt.Append(nil, len(im.Pieces), i)), Len: 1 << 20})
+			im.Chunks = append(im.Chunks, overlay.Chunk{Digest: digestOf(fmt.Append(nil, len(im.Chunks), i)), Len: 1 << 20})
 			im.Bytes += 1 << 20
 		}
 	}
 	grow(200_000)
 	l := must1(d.putImageList(ctx, []Image{im}))
-	if len(l.Pieces) > maxTop || l.Depth < 2 {
-		t.Errorf("%d pieces at depth %d", len(l.Pieces), l.Depth)
+	if len(l.Chunks) > maxTop || l.Depth < 2 {
+		t.Errorf("%d chunks at depth %d", len(l.Chunks), l.Depth)
 	}
 	grow(600_000)
 	_, err := d.putImageList(ctx, []Image{im})
@@ -338,7 +338,7 @@ func TestLongImageList(t *testing.T) {
 }
 
 func FuzzReadImageList(f *testing.F) {
-	im := Image{Name: "a", Digest: digestOf(nil), Bytes: 3, Pieces: Pieces{{Digest: digestOf(nil), Len: 3}}}
+	im := Image{Name: "a", Digest: digestOf(nil), Bytes: 3, Chunks: Chunks{{Digest: digestOf(nil), Len: 3}}}
 	f.Add(must1(im.line()))
 	f.Add([]byte("{}\n"))
 	f.Fuzz(func(t *testing.T, data []byte) {

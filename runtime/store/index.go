@@ -21,7 +21,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// place is the place of a piece in the index.
+// place is the place of a chunk in the index.
 type place struct {
 	pack int64 // packs.num
 	blob pack.Blob
@@ -34,13 +34,13 @@ const (
 	rowBatch    = 128 // rows in one insert
 )
 
-// prepare compiles the query that is asked once per piece.
+// prepare compiles the query that is asked once per chunk.
 func (s *Store) prepare(ctx context.Context) (err error) {
 	s.find, err = s.read.PrepareContext(ctx, "SELECT "+findColumns+" FROM blobs WHERE id = ?")
 	return cancelled(ctx, dbError("open", err))
 }
 
-// locate finds one piece; not there is not an error.
+// locate finds one chunk; not there is not an error.
 func (s *Store) locate(ctx context.Context, id pack.ID) (p place, ok bool, err error) {
 	err = p.scan(s.find.QueryRowContext(ctx, id[:]))
 	switch {
@@ -64,7 +64,7 @@ func (p *place) scan(row interface{ Scan(...any) error }) error {
 	return nil
 }
 
-// locateAll looks up many pieces, best sorted, and calls fn for each that exists. fn must not query
+// locateAll looks up many chunks, best sorted, and calls fn for each that exists. fn must not query
 // the database.
 func (s *Store) locateAll(ctx context.Context, ids []pack.ID, fn func(place) error) error {
 	for part := range slices.Chunk(ids, findBatch) {
@@ -98,7 +98,7 @@ func (s *Store) locatePart(ctx context.Context, ids []pack.ID, fn func(place) er
 	return rows.Err()
 }
 
-// locateKeys finds all pieces of which the keys in a sketch are given.
+// locateKeys finds all chunks of which the keys in a sketch are given.
 func (s *Store) locateKeys(ctx context.Context, keys []uint64) (list []place, err error) {
 	for part := range slices.Chunk(keys, findBatch) {
 		args := make([]any, 0, 2*len(part))
@@ -168,9 +168,9 @@ func (s *Store) packRows(ctx context.Context, nums []int64, fn func(packRow) err
 // made of it.
 func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
 
-// addPack records a pack, which is durable under its name, and its pieces. A piece that some
+// addPack records a pack, which is durable under its name, and its chunks. A chunk that some
 // pack has already stays there, unless that pack is among lost. It returns the number of the
-// pack, or 0 if it does not have all of these pieces.
+// pack, or 0 if it does not have all of these chunks.
 func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) (int64, error) {
 	path := pack.Path(s.packsDir(), info.Name)
 	// A commit is undone, pack included, within a transaction, so a pack that exists now
@@ -194,7 +194,7 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 	conflict := " ON CONFLICT (id) DO UPDATE SET pack = excluded.pack, off = excluded.off, stored = excluded.stored, raw = excluded.raw, packed = excluded.packed, bad = 0" +
 		" WHERE bad OR pack IN (" + strings.Join(list, ",") + ")"
 	// In the order of the tree, an insert mostly hits a page that is at hand. A
-	// pack may have a million pieces: the caller's list is sorted, not a copy.
+	// pack may have a million chunks: the caller's list is sorted, not a copy.
 	blobs := info.Blobs
 	slices.SortFunc(blobs, func(a, b pack.Blob) int { return compareIDs(a.ID, b.ID) })
 	var full *sql.Stmt
@@ -233,7 +233,7 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 	return num, nil
 }
 
-// dropPack undoes the publication of a pack unless it has been recorded: equal pieces in
+// dropPack undoes the publication of a pack unless it has been recorded: equal chunks in
 // equal order make the same pack, so another commit may have recorded it.
 func (s *Store) dropPack(ctx context.Context, name string) error {
 	return s.release(ctx, "remove a pack", func(tx *sql.Tx) error {
@@ -311,7 +311,7 @@ type index struct {
 	s  *Store
 	mu sync.Mutex
 	// whole reports for each pack that was looked up whether its file is there in full
-	// length. Pieces of a pack whose file is not count as missing.
+	// length. Chunks of a pack whose file is not count as missing.
 	whole map[int64]bool
 	packs map[int64]packRow
 }
@@ -361,7 +361,7 @@ func (x *index) look(row packRow) error {
 	return nil
 }
 
-// has reports whether a piece is in a pack that is whole, and not known to be
+// has reports whether a chunk is in a pack that is whole, and not known to be
 // damaged: one that is not is stored anew, and those that need it are whole again.
 func (x *index) has(ctx context.Context, id pack.ID) (bool, error) {
 	p, ok, err := x.s.locate(ctx, id)
@@ -372,14 +372,14 @@ func (x *index) has(ctx context.Context, id pack.ID) (bool, error) {
 	return ok, err
 }
 
-// hasAll is has for many pieces at once: those that are there.
+// hasAll is has for many chunks at once: those that are there.
 func (x *index) hasAll(ctx context.Context, ids []pack.ID) (map[pack.ID]bool, error) {
 	there := make(map[pack.ID]bool, len(ids))
 	_, err := x.find(ctx, ids, func(p place) error { there[p.blob.ID] = !p.bad; return nil })
 	return there, err
 }
 
-// find returns the places of many pieces, and those that are nowhere, or in a
+// find returns the places of many chunks, and those that are nowhere, or in a
 // pack that is gone or cut.
 func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (missing []pack.ID, err error) {
 	for part := range slices.Chunk(ids, 16*findBatch) {
@@ -420,7 +420,7 @@ func (x *index) find(ctx context.Context, ids []pack.ID, fn func(place) error) (
 	return missing, nil
 }
 
-// sound is find for what is new and may not count on a piece that is known to be
+// sound is find for what is new and may not count on a chunk that is known to be
 // damaged: that is as good as nowhere.
 func (x *index) sound(ctx context.Context, ids []pack.ID, fn func(place) error) (missing []pack.ID, err error) {
 	var bad []pack.ID
@@ -455,7 +455,7 @@ func compareIDs(a, b pack.ID) int {
 	return bytes.Compare(a[:], b[:])
 }
 
-// idSet is a set of pieces that costs 32 bytes each.
+// idSet is a set of chunks that costs 32 bytes each.
 type idSet struct {
 	ids    []pack.ID
 	sorted int // so many at the beginning are in order, each once

@@ -21,29 +21,29 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// An index cache is the set of pieces of the last checkpoint of a sandbox, all of which were found in
-// the index or recorded there. The next checkpoint needs nearly the same pieces, and asks the
-// database for the others alone. The index cache does not list the pieces: its sketch, with that of
-// the next checkpoint's pieces, gives the difference of the two sets, and its sum proves this. If
-// the difference is more than a sketch can give, all pieces are looked up.
+// An index cache is the set of chunks of the last checkpoint of a sandbox, all of which were found in
+// the index or recorded there. The next checkpoint needs nearly the same chunks, and asks the
+// database for the others alone. The index cache does not list the chunks: its sketch, with that of
+// the next checkpoint's chunks, gives the difference of the two sets, and its sum proves this. If
+// the difference is more than a sketch can give, all chunks are looked up.
 //
 // It lies beside the file caches and is a cache like them: not durable, and not used when it is
-// damaged in any way. A piece leaves its place in the index only while the store is held
+// damaged in any way. A chunk leaves its place in the index only while the store is held
 // exclusively, and all index caches are dropped before anything else is done then; a verification that
-// finds pieces damaged drops them afterwards.
+// finds chunks damaged drops them afterwards.
 //
 //	16 bytes that name the format
-//	number of pieces, and of the bytes they have in packs (uint64 each)
+//	number of chunks, and of the bytes they have in packs (uint64 each)
 //	BLAKE3 of their ids, in order
 //	cells of the sketch: key (uint64), check (uint16)
-//	for each pack, in order: how far it is from the one before, how many of the pieces it has (uvarint each)
+//	for each pack, in order: how far it is from the one before, how many of the chunks it has (uvarint each)
 //	BLAKE3 of all that
 type indexCache struct {
-	pieces int64
+	chunks int64
 	bytes  int64
 	sum    [32]byte
 	cells  sketch
-	packs  map[int64]int64 // number of a pack -> pieces in it
+	packs  map[int64]int64 // number of a pack -> chunks in it
 }
 
 const (
@@ -113,13 +113,13 @@ func parseIndexCache(data []byte) (*indexCache, error) {
 		return nil, errIndexCache
 	}
 	data = data[len(indexCacheMagic):body]
-	l.pieces, l.bytes = int64(binary.LittleEndian.Uint64(data)), int64(binary.LittleEndian.Uint64(data[8:]))
+	l.chunks, l.bytes = int64(binary.LittleEndian.Uint64(data)), int64(binary.LittleEndian.Uint64(data[8:]))
 	data = data[16+copy(l.sum[:], data[16:]):]
 	for i := range l.cells {
 		l.cells[i] = cell{binary.LittleEndian.Uint64(data), binary.LittleEndian.Uint16(data[8:])}
 		data = data[cellSize:]
 	}
-	var num, pieces int64
+	var num, chunks int64
 	for len(data) > 0 {
 		far, n := binary.Uvarint(data)
 		count, m := binary.Uvarint(data[max(n, 0):])
@@ -128,10 +128,10 @@ func parseIndexCache(data []byte) (*indexCache, error) {
 		}
 		data = data[n+m:]
 		num += int64(far)
-		pieces += int64(count)
+		chunks += int64(count)
 		l.packs[num] = int64(count)
 	}
-	if pieces != l.pieces {
+	if chunks != l.chunks {
 		return nil, errIndexCache
 	}
 	return l, nil
@@ -139,7 +139,7 @@ func parseIndexCache(data []byte) (*indexCache, error) {
 
 func (l *indexCache) encode() []byte {
 	b := append([]byte(nil), indexCacheMagic...)
-	b = binary.LittleEndian.AppendUint64(b, uint64(l.pieces))
+	b = binary.LittleEndian.AppendUint64(b, uint64(l.chunks))
 	b = binary.LittleEndian.AppendUint64(b, uint64(l.bytes))
 	b = append(b, l.sum[:]...)
 	for _, c := range l.cells {
@@ -154,13 +154,13 @@ func (l *indexCache) encode() []byte {
 	return append(b, sum[:]...)
 }
 
-// add counts a piece that is in a pack of the store.
+// add counts a chunk that is in a pack of the store.
 func (l *indexCache) add(p *place) {
 	l.bytes += int64(p.blob.Stored)
 	l.packs[p.pack]++
 }
 
-// remove is add undone. False: the piece is not among those of the index cache.
+// remove is add undone. False: the chunk is not among those of the index cache.
 func (l *indexCache) remove(p *place) bool {
 	l.bytes -= int64(p.blob.Stored)
 	if l.packs[p.pack]--; l.packs[p.pack] > 0 {
@@ -210,8 +210,8 @@ func (d *Draft) writeIndexCache(l *indexCache) error {
 	return os.Rename(d.newIndexCache(), d.s.indexCachePath(d.row.SandboxID))
 }
 
-// stored proves that every piece is in the draft's own pack or in the store, and returns how many
-// bytes those of the store have there. next is the index cache of all these pieces, except those in
+// stored proves that every chunk is in the draft's own pack or in the store, and returns how many
+// bytes those of the store have there. next is the index cache of all these chunks, except those in
 // the own pack; nil: the existing one is unchanged.
 func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *indexCache, err error) {
 	d.claim() // before anything is read
@@ -222,7 +222,7 @@ func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *inde
 			return n, next, err
 		}
 	}
-	next = &indexCache{pieces: int64(len(need)), sum: sumOf(need, nil, nil), packs: map[int64]int64{}}
+	next = &indexCache{chunks: int64(len(need)), sum: sumOf(need, nil, nil), packs: map[int64]int64{}}
 	next.cells.flipAll(need)
 	var ask []pack.ID
 	for part := range slices.Chunk(need, 16*findBatch) {
@@ -239,7 +239,7 @@ func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *inde
 	return next.bytes, next, nil
 }
 
-// ask adds pieces to an index cache, which must be in the store.
+// ask adds chunks to an index cache, which must be in the store.
 func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *indexCache) error {
 	gone, err := d.x.sound(ctx, ids, func(p place) error { to.add(&p); return nil })
 	if err == nil && len(gone) > 0 {
@@ -251,7 +251,7 @@ func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *indexCache) error {
 // compare is stored with what an index cache says.
 func (d *Draft) compare(ctx context.Context, need []pack.ID, old *indexCache) (int64, *indexCache, error) {
 	own := d.own(need)
-	next := &indexCache{pieces: int64(len(need)), sum: sumOf(need, nil, nil), bytes: old.bytes, packs: old.packs}
+	next := &indexCache{chunks: int64(len(need)), sum: sumOf(need, nil, nil), bytes: old.bytes, packs: old.packs}
 	if next.sum == old.sum && len(own) == 0 {
 		return old.bytes, nil, d.allWhole(ctx, old)
 	}
@@ -296,7 +296,7 @@ func (d *Draft) compare(ctx context.Context, need []pack.ID, old *indexCache) (i
 	return next.bytes, next, d.allWhole(ctx, next)
 }
 
-// own returns those pieces that are in the draft's own pack.
+// own returns those chunks that are in the draft's own pack.
 func (d *Draft) own(need []pack.ID) (list []pack.ID) {
 	if n, _ := d.pack.Stats(); n == 0 {
 		return nil

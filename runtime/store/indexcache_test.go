@@ -42,8 +42,8 @@ func TestIndexCache(t *testing.T) {
 	taken(t, s, c, data)
 	good, err := os.ReadFile(path)
 	must(t, err)
-	if l := must1(parseIndexCache(good)); l.pieces < 5 || l.bytes < 300_000 || len(l.packs) != 1 {
-		t.Fatalf("an index cache of %d pieces with %d bytes in %d packs", l.pieces, l.bytes, len(l.packs))
+	if l := must1(parseIndexCache(good)); l.chunks < 5 || l.bytes < 300_000 || len(l.packs) != 1 {
+		t.Fatalf("an index cache of %d chunks with %d bytes in %d packs", l.chunks, l.bytes, len(l.packs))
 	}
 	if with, without := weighed(t, s, c, data); with != without {
 		t.Errorf("%d bytes with an index cache, %d without", with, without)
@@ -61,7 +61,7 @@ func TestIndexCache(t *testing.T) {
 	}
 }
 
-// A piece that left the index is not counted on, even by a process that cached it.
+// A chunk that left the index is not counted on, even by a process that cached it.
 func TestIndexCacheAfterReclaim(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -265,8 +265,8 @@ func TestIndexCacheFollows(t *testing.T) {
 	}
 }
 
-// A piece that no Sink was given and the store does not have is found missing.
-func TestIndexCacheMissesPieces(t *testing.T) {
+// A chunk that no Sink was given and the store does not have is found missing.
+func TestIndexCacheMissesChunks(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	c := of(put(t, s, "c"), "", KindFiles)
@@ -284,7 +284,7 @@ func TestIndexCacheMissesPieces(t *testing.T) {
 	}
 }
 
-// A pack that vanished, with a piece that the index cache has, is noticed.
+// A pack that vanished, with a chunk that the index cache has, is noticed.
 func TestIndexCacheMissesPacks(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -331,7 +331,7 @@ func TestIndexCacheOfSomethingElse(t *testing.T) {
 	path := s.indexCachePath(c.SandboxID)
 	good := must1(os.ReadFile(path))
 
-	// The one before listed the pieces, with their packs and sizes.
+	// The one before listed the chunks, with their packs and sizes.
 	missing := must1(pack.ParseID(digestOf([]byte("given to nothing"))))
 	former := append([]byte("agentbox ledger1"), missing[:]...)
 	former = binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint64(former, 1), 100)
@@ -349,7 +349,7 @@ func TestIndexCacheOfSomethingElse(t *testing.T) {
 		list := slices.Clone(f.list)
 		list[7].Digest = missing.String()
 		if _, _, err := treeOf(ctx, s, Sandbox{ID: c.SandboxID, Name: c.SandboxName, ImageDigest: c.ImageDigest, Spec: c.Spec}, list); !errors.Is(err, fault.ErrCorrupt) {
-			t.Errorf("%s: a piece that is not there: %v", what, err)
+			t.Errorf("%s: a chunk that is not there: %v", what, err)
 		}
 		if got := f.commit(t, s, c); got.Bytes != want.Bytes {
 			t.Errorf("%s: %d bytes, not %d", what, got.Bytes, want.Bytes)
@@ -385,7 +385,7 @@ func TestIndexCacheDroppedMeanwhile(t *testing.T) {
 	}
 }
 
-// Two drafts store the same piece; one of them has it in a pack where the index does not look for
+// Two drafts store the same chunk; one of them has it in a pack where the index does not look for
 // it.
 func TestIndexCacheOfTwins(t *testing.T) {
 	ctx := context.Background()
@@ -446,7 +446,7 @@ func TestSketch(t *testing.T) {
 	}
 }
 
-// Pieces whose ids begin alike are not confused.
+// Chunks whose ids begin alike are not confused.
 func TestSketchAlike(t *testing.T) {
 	ids := make([]pack.ID, 4)
 	for i := range ids {
@@ -463,7 +463,7 @@ func TestSketchAlike(t *testing.T) {
 	}
 }
 
-// A piece known to be damaged is not counted on, although checkpoints that were not
+// A chunk known to be damaged is not counted on, although checkpoints that were not
 // verified since have it, and an index cache does. Stored anew, it heals them.
 func TestDamagedIsNotCountedOn(t *testing.T) {
 	ctx := context.Background()
@@ -476,7 +476,7 @@ func TestDamagedIsNotCountedOn(t *testing.T) {
 	var list []overlay.Entry
 	digest := ""
 	must(t, r.entries(ctx, 0, func(e overlay.Entry) error {
-		if list = append(list, e); dataBytes(&e) > 0 && e.Pieces == nil {
+		if list = append(list, e); dataBytes(&e) > 0 && e.Chunks == nil {
 			digest = e.Digest
 		}
 		return nil

@@ -11,8 +11,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// lengths proves that every piece is as long as each reference to it says. Digests do
-// not: a manifest made elsewhere may name the right piece with a wrong length, which
+// lengths proves that every chunk is as long as each reference to it says. Digests do
+// not: a manifest made elsewhere may name the right chunk with a wrong length, which
 // would not show until it is read.
 func (r *Reader) lengths(ctx context.Context) error {
 	c := lengthCheck{r: r, ctx: ctx, want: map[pack.ID]length{}}
@@ -22,11 +22,11 @@ func (r *Reader) lengths(ctx context.Context) error {
 			if size == 0 {
 				return nil
 			}
-			list := e.Pieces
+			list := e.Chunks
 			if list == nil {
-				list = []overlay.Piece{{Digest: e.Digest, Len: size}}
+				list = []overlay.Chunk{{Digest: e.Digest, Len: size}}
 			}
-			return c.pieces(fmt.Sprintf("%q", e.Path), list)
+			return c.chunks(fmt.Sprintf("%q", e.Path), list)
 		})
 		if err != nil {
 			return err
@@ -39,10 +39,10 @@ func (r *Reader) lengths(ctx context.Context) error {
 	for i := range images {
 		im := &images[i]
 		what := "process image " + im.Name
-		if err := c.pieces(what, im.Pieces); err != nil {
+		if err := c.chunks(what, im.Chunks); err != nil {
 			return err
 		}
-		if err := c.pieces(what, im.Pages); err != nil {
+		if err := c.chunks(what, im.Pages); err != nil {
 			return err
 		}
 		if im.Recipe == nil {
@@ -70,7 +70,7 @@ type lengthCheck struct {
 	what string             // the last one, for messages
 }
 
-func (c *lengthCheck) pieces(what string, list []overlay.Piece) error {
+func (c *lengthCheck) chunks(what string, list []overlay.Chunk) error {
 	segs, err := segments(list)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
@@ -104,14 +104,14 @@ func (c *lengthCheck) flush() error {
 	}
 	ids := slices.SortedFunc(maps.Keys(c.want), compareIDs)
 	for i := range ids {
-		if own, ok := c.r.pieces.own[ids[i]]; ok {
+		if own, ok := c.r.chunks.own[ids[i]]; ok {
 			if err := check(own.blob); err != nil {
 				return err
 			}
 		}
 	}
-	// Missing pieces are reported elsewhere.
-	_, err := c.r.pieces.x.find(c.ctx, ids, func(p place) error { return check(p.blob) })
+	// Missing chunks are reported elsewhere.
+	_, err := c.r.chunks.x.find(c.ctx, ids, func(p place) error { return check(p.blob) })
 	clear(c.want)
 	return err
 }

@@ -70,8 +70,8 @@ func treeIs(t *testing.T, s *Store, id string, want []overlay.Entry) {
 	}
 }
 
-// listsOf returns the pieces of the lists above the lines of a checkpoint.
-func listsOf(t *testing.T, s *Store, id string) []overlay.Piece {
+// listsOf returns the chunks of the lists above the lines of a checkpoint.
+func listsOf(t *testing.T, s *Store, id string) []overlay.Chunk {
 	t.Helper()
 	r := must1(s.OpenCheckpoint(context.Background(), id))
 	defer r.Close()
@@ -88,8 +88,8 @@ func TestDeepLists(t *testing.T) {
 		treeIs(t, s, c.ID, list)
 		r := must1(s.OpenCheckpoint(ctx, c.ID))
 		m := r.Manifest()
-		if m.Version != version || len(m.Files[0].Pieces) > maxTop {
-			t.Errorf("version %d, %d pieces at depth %d", m.Version, len(m.Files[0].Pieces), depth)
+		if m.Version != version || len(m.Files[0].Chunks) > maxTop {
+			t.Errorf("version %d, %d chunks at depth %d", m.Version, len(m.Files[0].Chunks), depth)
 		}
 		must(t, r.Close())
 		list[len(list)/2].Mode = 0o700
@@ -138,7 +138,7 @@ func TestUnchangedBytes(t *testing.T) {
 			must(t, d.PutTree(ctx, 0, func(fn func(overlay.Entry) error) error {
 				for i, e := range list {
 					if 0 < i && i <= 10_000 {
-						if err := d.PutPiece(ctx, e.Digest, data(i)); err != nil {
+						if err := d.PutChunk(ctx, e.Digest, data(i)); err != nil {
 							return err
 						}
 					}
@@ -175,7 +175,7 @@ func TestDeepListDamaged(t *testing.T) {
 		partsDamaged(t, s, c, listsOf(t, s, c.ID), "list of files 0", func() { treeIs(t, s, c.ID, list) }, func(r *Reader) {
 			_, err := r.Tree(ctx, 0)
 			wantErr(t, err, fault.ErrCorrupt)
-			_, err = r.TreePieces(ctx, 0)
+			_, err = r.TreeChunks(ctx, 0)
 			wantErr(t, err, fault.ErrCorrupt)
 		})
 	}
@@ -185,10 +185,10 @@ func TestDeepListDamaged(t *testing.T) {
 // partsDamaged damages parts of a list of a checkpoint, one after the other, and removes the
 // checkpoint in the end. what is what the list is called, same compares what is restored, and
 // reads tries what goes by the list.
-func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Piece, what string, same func(), reads func(r *Reader)) {
+func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Chunk, what string, same func(), reads func(r *Reader)) {
 	t.Helper()
 	ctx := context.Background()
-	for _, p := range []overlay.Piece{parts[0], parts[len(parts)/2], parts[len(parts)-1]} {
+	for _, p := range []overlay.Chunk{parts[0], parts[len(parts)/2], parts[len(parts)-1]} {
 		at, ok, err := s.locate(ctx, must1(pack.ParseID(p.Digest)))
 		if err != nil || !ok {
 			t.Fatal(ok, err)
@@ -198,7 +198,7 @@ func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Piece, w
 		wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, what, p.Digest[:16])
 		r := must1(s.OpenCheckpoint(ctx, c.ID))
 		reads(r)
-		wantErr(t, r.Pieces(ctx, func(string, int64) error { return nil }), fault.ErrCorrupt)
+		wantErr(t, r.Chunks(ctx, func(string, int64) error { return nil }), fault.ErrCorrupt)
 		must(t, r.Close())
 		rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true}))
 		if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != c.ID || !strings.HasPrefix(rep.Damaged[0].What[0], what+": ") {
@@ -217,7 +217,7 @@ func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Piece, w
 	must(t, s.RemoveCheckpoint(ctx, c.ID))
 	must1(s.Reclaim(ctx, ReclaimOptions{}))
 	if left := rowsOf(t, s); len(left) > 0 {
-		t.Errorf("%d pieces are left", len(left))
+		t.Errorf("%d chunks are left", len(left))
 	}
 }
 
@@ -235,7 +235,7 @@ func TestDeepListPulled(t *testing.T) {
 }
 
 // pulled has a store pull a checkpoint, first without the first and without the last of some parts.
-func pulled(t *testing.T, from, to *Store, c Checkpoint, list []overlay.Piece) {
+func pulled(t *testing.T, from, to *Store, c Checkpoint, list []overlay.Chunk) {
 	t.Helper()
 	ctx := context.Background()
 	parts := map[string]bool{}
@@ -245,7 +245,7 @@ func pulled(t *testing.T, from, to *Store, c Checkpoint, list []overlay.Piece) {
 	var spare []int
 	n := 0
 	r := must1(from.OpenCheckpoint(ctx, c.ID))
-	must(t, r.Pieces(ctx, func(digest string, _ int64) error {
+	must(t, r.Chunks(ctx, func(digest string, _ int64) error {
 		if n++; parts[digest] {
 			spare = append(spare, n)
 		}
@@ -273,7 +273,7 @@ func TestHostileDeepList(t *testing.T) {
 	c, _ := deep(t, s, b, 1)
 	r := must1(s.OpenCheckpoint(ctx, c.ID))
 	good := r.Manifest()
-	lines := must1(r.TreePieces(ctx, 0))
+	lines := must1(r.TreeChunks(ctx, 0))
 	must(t, r.Close())
 	for name, harm := range map[string]func(tree *Tree){
 		"too shallow":          func(tree *Tree) { tree.Depth = 0 },
@@ -281,12 +281,12 @@ func TestHostileDeepList(t *testing.T) {
 		"too deep":             func(tree *Tree) { tree.Depth = maxDepth + 1 },
 		"a negative depth":     func(tree *Tree) { tree.Depth = -1 },
 		"bytes":                func(tree *Tree) { tree.Bytes++ },
-		"length of a part":     func(tree *Tree) { tree.Pieces[0].Len += listRecord },
-		"lines for a list":     func(tree *Tree) { tree.Pieces = slices.Clone(lines[:1]) },
-		"a part twice":         func(tree *Tree) { tree.Pieces = append(tree.Pieces, tree.Pieces[0]) },
-		"no pieces":            func(tree *Tree) { tree.Pieces = Pieces{} },
-		"more pieces than fit": func(tree *Tree) { tree.Pieces = slices.Repeat(tree.Pieces, maxTop+1) },
-		"a part not there":     func(tree *Tree) { tree.Pieces[0].Digest = digestOf([]byte("x")) },
+		"length of a part":     func(tree *Tree) { tree.Chunks[0].Len += listRecord },
+		"lines for a list":     func(tree *Tree) { tree.Chunks = slices.Clone(lines[:1]) },
+		"a part twice":         func(tree *Tree) { tree.Chunks = append(tree.Chunks, tree.Chunks[0]) },
+		"no pieces":            func(tree *Tree) { tree.Chunks = Chunks{} },
+		"more pieces than fit": func(tree *Tree) { tree.Chunks = slices.Repeat(tree.Chunks, maxTop+1) },
+		"a part not there":     func(tree *Tree) { tree.Chunks[0].Digest = digestOf([]byte("x")) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			raw := must1(good.Encode())
@@ -308,7 +308,7 @@ func FuzzReadList(f *testing.F) {
 	f.Add(make([]byte, 2*listRecord), 2)
 	f.Fuzz(func(t *testing.T, data []byte, depth int) {
 		id := pack.Sum(data)
-		tree := Tree{Depth: depth % (maxDepth + 1), Bytes: 100, Pieces: Pieces{{Digest: id.String(), Len: int64(len(data))}}}
+		tree := Tree{Depth: depth % (maxDepth + 1), Bytes: 100, Chunks: Chunks{{Digest: id.String(), Len: int64(len(data))}}}
 		l, err := readList(&tree, func(want pack.ID) ([]byte, error) {
 			if want != id {
 				return nil, fault.ErrCorrupt

@@ -21,7 +21,7 @@ const (
 	// openLock serialises Open; no name or id begins with a dot.
 	openLock = ".open"
 	// storeLock guards the packs: drafts and readers hold it shared, so that what they
-	// found in the index stays where it is; a process that removes pieces holds it
+	// found in the index stays where it is; a process that removes chunks holds it
 	// exclusively.
 	storeLock = "store"
 	// removalLock is held shared while a checkpoint's directory is removed.

@@ -145,7 +145,7 @@ func entriesOf(ctx context.Context, sink overlay.Sink, files map[string][]byte) 
 		}
 		e := overlay.Entry{Path: path, Type: overlay.TypeFile, Mode: 0o644, Size: int64(len(data))}
 		var err error
-		if e.Digest, e.Pieces, err = sink.Data(ctx, e.Size, bytes.NewReader(data)); err != nil {
+		if e.Digest, e.Chunks, err = sink.Data(ctx, e.Size, bytes.NewReader(data)); err != nil {
 			return nil, err
 		}
 		list = append(list, e)
@@ -351,7 +351,7 @@ func tidy(t testing.TB, s *Store) {
 	var loose int
 	must(t, s.db.QueryRow("SELECT count(*) FROM blobs WHERE pack NOT IN (SELECT num FROM packs)").Scan(&loose))
 	if loose > 0 {
-		t.Fatalf("%d pieces are in no pack", loose)
+		t.Fatalf("%d chunks are in no pack", loose)
 	}
 }
 

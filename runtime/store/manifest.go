@@ -23,7 +23,7 @@ import (
 // Version is the manifest version that this package writes as a rule. A manifest with
 // what older versions of this package do not know has a later one: VersionAttached
 // with files of the host, VersionDeep with a Tree whose Depth is not 0, VersionListed
-// with a list of process images in pieces.
+// with a list of process images in chunks.
 const (
 	Version         = 2
 	VersionAttached = 3
@@ -116,24 +116,24 @@ type Volume struct {
 }
 
 // Tree is a list of entries: JSON lines in the order of overlay.ComparePaths,
-// stored in pieces. The data of its files is in pieces that the entries name.
+// stored in chunks. The data of its files is in chunks that the entries name.
 type Tree struct {
 	Entries int64  `json:"entries"`
 	Data    int64  `json:"data"`   // bytes of file data
 	Bytes   int64  `json:"bytes"`  // of the lines
 	Digest  string `json:"digest"` // of the lines
-	Pieces  Pieces `json:"pieces"` // of the lines, or of the list that Depth says
-	// Depth is how many lists lie between Pieces and the lines: Pieces are those of a
-	// list of pieces (see putList), and so on, and those of the last list are the lines.
+	Chunks  Chunks `json:"pieces"` // of the lines, or of the list that Depth says
+	// Depth is how many lists lie between Chunks and the lines: Chunks are those of a
+	// list of chunks (see putList), and so on, and those of the last list are the lines.
 	Depth int `json:"depth,omitempty"`
 }
 
-// Pieces lists the pieces of a stream, front to back. In JSON a piece is its digest and its length,
+// Chunks lists the chunks of a stream, front to back. In JSON a chunk is its digest and its length,
 // as an array of two.
-type Pieces []overlay.Piece
+type Chunks []overlay.Chunk
 
 // MarshalJSON writes the arrays.
-func (p Pieces) MarshalJSON() ([]byte, error) {
+func (p Chunks) MarshalJSON() ([]byte, error) {
 	b := make([]byte, 0, 2+len(p)*90)
 	b = append(b, '[')
 	for i, x := range p {
@@ -150,21 +150,21 @@ func (p Pieces) MarshalJSON() ([]byte, error) {
 }
 
 // UnmarshalJSON reads them.
-func (p *Pieces) UnmarshalJSON(data []byte) error {
-	var list []pieceJSON
+func (p *Chunks) UnmarshalJSON(data []byte) error {
+	var list []chunkJSON
 	if err := json.Unmarshal(data, &list); err != nil {
 		return err
 	}
-	*p = make(Pieces, len(list))
+	*p = make(Chunks, len(list))
 	for i, x := range list {
-		(*p)[i] = overlay.Piece(x)
+		(*p)[i] = overlay.Chunk(x)
 	}
 	return nil
 }
 
-type pieceJSON overlay.Piece
+type chunkJSON overlay.Chunk
 
-func (p *pieceJSON) UnmarshalJSON(data []byte) error {
+func (p *chunkJSON) UnmarshalJSON(data []byte) error {
 	return json.Unmarshal(data, &[2]any{&p.Digest, &p.Len})
 }
 
@@ -262,16 +262,16 @@ type Process struct {
 	Stopped bool   `json:"stopped"` // by a signal
 }
 
-// Image is one file that CRIU wrote. An ordinary one is its Pieces, one after the other. An
-// image of pages is put together by its Recipe (pack.DecodeRecipe) from parts of pieces; Pages
+// Image is one file that CRIU wrote. An ordinary one is its Chunks, one after the other. An
+// image of pages is put together by its Recipe (pack.DecodeRecipe) from parts of chunks; Pages
 // lists what is on which page (pack.LoadPageIndex).
 type Image struct {
 	Name   string `json:"name"`
 	Digest string `json:"digest"`
 	Bytes  int64  `json:"bytes"`
-	Pieces Pieces `json:"pieces,omitempty"`
-	Recipe Pieces `json:"recipe,omitempty"`
-	Pages  Pieces `json:"pages,omitempty"`
+	Chunks Chunks `json:"pieces,omitempty"`
+	Recipe Chunks `json:"recipe,omitempty"`
+	Pages  Chunks `json:"pages,omitempty"`
 }
 
 // Versions are those of the programs that made the checkpoint.
@@ -514,12 +514,12 @@ func (t *Tree) check() error {
 		return fmt.Errorf("%d entries, %d bytes of data", t.Entries, t.Data)
 	}
 	if t.Depth == 0 {
-		return checkStream(t.Digest, t.Bytes, t.Pieces)
+		return checkStream(t.Digest, t.Bytes, t.Chunks)
 	}
-	if t.Depth < 0 || t.Depth > maxDepth || len(t.Pieces) == 0 || len(t.Pieces) > maxTop {
-		return fmt.Errorf("%d pieces at depth %d", len(t.Pieces), t.Depth)
+	if t.Depth < 0 || t.Depth > maxDepth || len(t.Chunks) == 0 || len(t.Chunks) > maxTop {
+		return fmt.Errorf("%d pieces at depth %d", len(t.Chunks), t.Depth)
 	}
-	_, err := t.Pieces.bytes()
+	_, err := t.Chunks.bytes()
 	return errors.Join(err, checkDigest(t.Digest, t.Bytes))
 }
 
@@ -528,9 +528,9 @@ func (im *Image) check() error {
 		if im.Pages != nil {
 			return errors.New("pages without a recipe")
 		}
-		return checkStream(im.Digest, im.Bytes, im.Pieces)
+		return checkStream(im.Digest, im.Bytes, im.Chunks)
 	}
-	if im.Pieces != nil || len(im.Recipe) == 0 || im.Bytes == 0 {
+	if im.Chunks != nil || len(im.Recipe) == 0 || im.Bytes == 0 {
 		return errors.New("a recipe and pieces")
 	}
 	_, err1 := im.Recipe.bytes()
@@ -539,9 +539,9 @@ func (im *Image) check() error {
 }
 
 // bytes is the length of the stream.
-func (p Pieces) bytes() (n int64, err error) {
+func (p Chunks) bytes() (n int64, err error) {
 	for _, x := range p {
-		if x.Len <= 0 || x.Len > pack.MaxPiece {
+		if x.Len <= 0 || x.Len > pack.MaxChunk {
 			return 0, fmt.Errorf("a piece of %d bytes", x.Len)
 		}
 		if err := checkDigest(x.Digest, x.Len); err != nil {
@@ -552,8 +552,8 @@ func (p Pieces) bytes() (n int64, err error) {
 	return n, nil
 }
 
-func checkStream(digest string, n int64, pieces Pieces) error {
-	sum, err := pieces.bytes()
+func checkStream(digest string, n int64, chunks Chunks) error {
+	sum, err := chunks.bytes()
 	if err != nil {
 		return err
 	}

@@ -6,7 +6,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Missing returns those of the pieces that neither a usable pack nor this draft has: what a pull has
+// Missing returns those of the chunks that neither a usable pack nor this draft has: what a pull has
 // to fetch. Malformed digests are ErrInvalid.
 func (d *Draft) Missing(ctx context.Context, digests []string) (missing []string, err error) {
 	var set idSet

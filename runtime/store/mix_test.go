@@ -38,7 +38,7 @@ func mix(ctx context.Context, root string, args []string) error {
 	head := ""
 	for i := 0; rounds == 0 || i < rounds; i++ {
 		// All of them choose from the same few contents, so that they need each
-		// other's pieces.
+		// other's chunks.
 		n := r.Uint64N(4)
 		c := of(b, "", KindFull)
 		c.Labels = map[string]string{"content": fmt.Sprint(n)}

@@ -15,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Verify reads the checkpoint's lists again and proves that every piece it needs is in a pack that
+// Verify reads the checkpoint's lists again and proves that every chunk it needs is in a pack that
 // is there in full length; with readData it reads every byte that the checkpoint needs and proves
 // it. ErrCorrupt names the first damaged thing, and how many more there are.
 func (r *Reader) Verify(ctx context.Context, readData bool) error {
@@ -66,7 +66,7 @@ func (r *Reader) damage(ctx context.Context, readData bool, report func(what str
 			return err
 		}
 	}
-	bad, err := r.badPieces(ctx, need.list(), readData)
+	bad, err := r.badChunks(ctx, need.list(), readData)
 	if err != nil {
 		return err
 	}
@@ -79,7 +79,7 @@ func (r *Reader) damage(ctx context.Context, readData bool, report func(what str
 	if err := found(r.lengths(ctx)); err != nil {
 		return err
 	}
-	// All pieces are right; only the image's digest proves that a recipe puts the right ones
+	// All chunks are right; only the image's digest proves that a recipe puts the right ones
 	// together.
 	for i := range images {
 		im := &images[i]
@@ -95,13 +95,13 @@ func (r *Reader) damage(ctx context.Context, readData bool, report func(what str
 	return nil
 }
 
-// badPieces returns, with the reason, the pieces that are not what they should be.
-func (r *Reader) badPieces(ctx context.Context, ids []pack.ID, readData bool) (map[pack.ID]error, error) {
+// badChunks returns, with the reason, the chunks that are not what they should be.
+func (r *Reader) badChunks(ctx context.Context, ids []pack.ID, readData bool) (map[pack.ID]error, error) {
 	bad := map[pack.ID]error{}
 	var mu sync.Mutex
 	for part := range slices.Chunk(ids, 1<<16) {
 		var places []place
-		gone, err := r.pieces.x.find(ctx, part, func(p place) error {
+		gone, err := r.chunks.x.find(ctx, part, func(p place) error {
 			if readData {
 				places = append(places, p)
 			}
@@ -128,7 +128,7 @@ func (r *Reader) badPieces(ctx context.Context, ids []pack.ID, readData bool) (m
 					if err := gctx.Err(); err != nil {
 						return context.Cause(gctx)
 					}
-					b, err := r.pieces.loadPlace(gctx, at, room)
+					b, err := r.chunks.loadPlace(gctx, at, room)
 					if err == nil {
 						room = b
 						continue
@@ -150,22 +150,22 @@ func (r *Reader) badPieces(ctx context.Context, ids []pack.ID, readData bool) (m
 	return bad, nil
 }
 
-// why returns an error that says where a piece ought to be.
+// why returns an error that says where a chunk ought to be.
 func (r *Reader) why(ctx context.Context, id pack.ID) error {
 	at, ok, err := r.s.locate(ctx, id)
 	if err != nil || !ok {
 		return fmt.Errorf("piece %s is in no pack", id)
 	}
-	row, _, err := r.pieces.x.pack(ctx, at.pack)
+	row, _, err := r.chunks.x.pack(ctx, at.pack)
 	if err != nil || row.name == "" {
 		return fmt.Errorf("piece %s is in a pack that the index does not have", id)
 	}
 	return fmt.Errorf("piece %s: pack %s is missing or cut", id, row.name)
 }
 
-// name reports which files and images bad pieces damage.
+// name reports which files and images bad chunks damage.
 func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(what string)) error {
-	why := func(list []overlay.Piece) error {
+	why := func(list []overlay.Chunk) error {
 		for _, x := range list {
 			if id, err := pack.ParseID(x.Digest); err == nil && bad[id] != nil {
 				return bad[id]
@@ -173,7 +173,7 @@ func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(wh
 		}
 		return nil
 	}
-	hurt := func(what string, list []overlay.Piece) {
+	hurt := func(what string, list []overlay.Chunk) {
 		if err := why(list); err != nil {
 			report(fmt.Sprintf("%s: %v", what, err))
 		}
@@ -191,9 +191,9 @@ func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(wh
 			if dataBytes(&e) == 0 {
 				return nil
 			}
-			list := e.Pieces
+			list := e.Chunks
 			if list == nil {
-				list = []overlay.Piece{{Digest: e.Digest}}
+				list = []overlay.Chunk{{Digest: e.Digest}}
 			}
 			hurt(where+e.Path, list)
 			return nil
@@ -209,7 +209,7 @@ func (r *Reader) name(ctx context.Context, bad map[pack.ID]error, report func(wh
 	for i := range images {
 		im := &images[i]
 		what := "process image " + im.Name
-		hurt(what, im.Pieces)
+		hurt(what, im.Chunks)
 		hurt(what, im.Pages)
 		if im.Recipe == nil || why(im.Recipe) != nil {
 			continue

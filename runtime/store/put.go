@@ -19,10 +19,10 @@ const (
 	maxLines = 1 << 20
 )
 
-// flushLines is how many bytes of pieces are looked up in the index at once.
+// flushLines is how many bytes of chunks are looked up in the index at once.
 const flushLines = 256 << 10
 
-// add stores a piece, unless an existing pack has it, or this draft's own. A piece of another draft
+// add stores a chunk, unless an existing pack has it, or this draft's own. A chunk of another draft
 // does not count before it is committed.
 func (d *Draft) add(ctx context.Context, id pack.ID, raw []byte) error {
 	if d.pack.Has(id) {
@@ -35,7 +35,7 @@ func (d *Draft) add(ctx context.Context, id pack.ID, raw []byte) error {
 	return d.pack.Add(id, raw)
 }
 
-// addNeeded is add for a piece that the manifest itself will name, or its recipes.
+// addNeeded is add for a chunk that the manifest itself will name, or its recipes.
 func (d *Draft) addNeeded(ctx context.Context, raw []byte) (pack.ID, error) {
 	if err := ctx.Err(); err != nil {
 		return pack.ID{}, context.Cause(ctx)
@@ -57,7 +57,7 @@ func (d *Draft) Sink() overlay.Sink { return sink{d} }
 type sink struct{ d *Draft }
 
 // Data: see overlay.Sink.
-func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Chunk, error) {
 	if size == 0 {
 		return digestOf(nil), nil, nil
 	}
@@ -74,9 +74,9 @@ func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []over
 	return digest, list, nil
 }
 
-// cut gives a stream to add in pieces.
-func cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error)) (digest string, list []overlay.Piece, err error) {
-	var h *blake3.Hasher // of all pieces but a lonely one, whose digest is the stream's
+// cut gives a stream to add in chunks.
+func cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error)) (digest string, list []overlay.Chunk, err error) {
+	var h *blake3.Hasher // of all chunks but a lonely one, whose digest is the stream's
 	var n int64
 	var one []byte
 	err = pack.Cut(size, r, func(raw []byte) error {
@@ -95,7 +95,7 @@ func cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID
 			return err
 		}
 		one = id[:]
-		list = append(list, overlay.Piece{Digest: id.String(), Len: int64(len(raw))})
+		list = append(list, overlay.Chunk{Digest: id.String(), Len: int64(len(raw))})
 		return nil
 	})
 	switch {
@@ -111,14 +111,14 @@ func cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID
 	return list[0].Digest, list, nil
 }
 
-// PutPiece stores a piece by itself. Bytes that are not the digest's are
+// PutChunk stores a chunk by itself. Bytes that are not the digest's are
 // ErrCorrupt. It is part of the checkpoint if something else of it names it.
-func (d *Draft) PutPiece(ctx context.Context, digest string, raw []byte) error {
+func (d *Draft) PutChunk(ctx context.Context, digest string, raw []byte) error {
 	id, err := pack.ParseID(digest)
 	if err != nil {
 		return err
 	}
-	if len(raw) == 0 || len(raw) > pack.MaxPiece {
+	if len(raw) == 0 || len(raw) > pack.MaxChunk {
 		return fmt.Errorf("a piece of %d bytes: %w", len(raw), fault.ErrInvalid)
 	}
 	if got := pack.Sum(raw); got != id {
@@ -136,10 +136,10 @@ func (d *Draft) PutTree(ctx context.Context, n int, each func(fn func(overlay.En
 }
 
 // PutCollection is PutTree with what overlay.Collect has just written to path.
-// base has the pieces of a list which that is likely to share most lines with,
+// base has the chunks of a list which that is likely to share most lines with,
 // of a checkpoint that is ready and of which the caller has a Reader: what is the
-// same is not looked up again. It returns the pieces of the new list.
-func (d *Draft) PutCollection(ctx context.Context, n int, path string, base []overlay.Piece) ([]overlay.Piece, error) {
+// same is not looked up again. It returns the chunks of the new list.
+func (d *Draft) PutCollection(ctx context.Context, n int, path string, base []overlay.Chunk) ([]overlay.Chunk, error) {
 	err := d.putTree(ctx, n, func(w *treeWriter) (err error) {
 		if w.base, err = newBaseTree(base); err != nil {
 			return err
@@ -178,8 +178,8 @@ func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) erro
 		return fmt.Errorf("tree %d has no entries: %w", n, fault.ErrInvalid)
 	}
 	w.t.Digest = sum(w.hash)
-	lines, err := w.t.Pieces, error(nil)
-	if w.t.Pieces, w.t.Depth, err = d.putList(ctx, lines); err != nil {
+	lines, err := w.t.Chunks, error(nil)
+	if w.t.Chunks, w.t.Depth, err = d.putList(ctx, lines); err != nil {
 		return err
 	}
 	d.mu.Lock()
@@ -190,7 +190,7 @@ func (d *Draft) putTree(ctx context.Context, n int, write func(*treeWriter) erro
 }
 
 // treeWriter cuts a list behind lines that are chosen by what is in them: a
-// change of one line changes the piece it is in and, rarely, a neighbour.
+// change of one line changes the chunk it is in and, rarely, a neighbour.
 type treeWriter struct {
 	d    *Draft
 	ctx  context.Context
@@ -200,10 +200,10 @@ type treeWriter struct {
 	line []byte
 	hash *blake3.Hasher
 
-	buf   []byte // pieces that were cut, and the one that is growing
+	buf   []byte // chunks that were cut, and the one that is growing
 	start int    // where in buf that one begins
 	ids   []pack.ID
-	ends  []int     // of the pieces in buf
+	ends  []int     // of the chunks in buf
 	there []bool    // those that need not be looked up
 	base  *baseTree // nil: none
 }
@@ -271,7 +271,7 @@ func (w *treeWriter) add(line []byte, data int64) error {
 	return nil
 }
 
-// cutsAfter chooses lines so that a piece ends, on average, spread bytes after it
+// cutsAfter chooses lines so that a chunk ends, on average, spread bytes after it
 // could have, however long the lines are.
 func cutsAfter(line []byte, spread uint64) bool {
 	x := uint64(14695981039346656037) // FNV-1a, of the line and its end
@@ -286,20 +286,20 @@ func cutsAfter(line []byte, spread uint64) bool {
 	return x%spread < uint64(len(line)+1)
 }
 
-// cut ends a piece.
+// cut ends a chunk.
 func (w *treeWriter) cut() {
 	if p := w.buf[w.start:]; len(p) > 0 {
-		w.piece(pack.Sum(p), len(p), false)
+		w.chunk(pack.Sum(p), len(p), false)
 	}
 }
 
-// piece ends a piece of n bytes. there: the store has it.
-func (w *treeWriter) piece(id pack.ID, n int, there bool) {
+// chunk ends a chunk of n bytes. there: the store has it.
+func (w *treeWriter) chunk(id pack.ID, n int, there bool) {
 	w.need.add(id)
 	w.start += n
 	w.ids, w.ends, w.there = append(w.ids, id), append(w.ends, w.start), append(w.there, there)
 	w.t.Bytes += int64(n)
-	w.t.Pieces = append(w.t.Pieces, overlay.Piece{Digest: id.String(), Len: int64(n)})
+	w.t.Chunks = append(w.t.Chunks, overlay.Chunk{Digest: id.String(), Len: int64(n)})
 }
 
 // flush stores what was cut; most of a list is there already.

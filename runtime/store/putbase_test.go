@@ -22,7 +22,7 @@ func TestBaseTree(t *testing.T) {
 	write := func(lines []string, base Tree) Tree {
 		n++
 		must(t, d.putTree(ctx, n, func(w *treeWriter) (err error) {
-			if w.base, err = newBaseTree(base.Pieces); err != nil {
+			if w.base, err = newBaseTree(base.Chunks); err != nil {
 				return err
 			}
 			for _, l := range lines {
@@ -40,8 +40,8 @@ func TestBaseTree(t *testing.T) {
 	check := func(t *rapid.T, before, after []string) {
 		was := write(before, Tree{})
 		plain, alike := write(after, Tree{}), write(after, was)
-		if plain.Digest != alike.Digest || !slices.Equal(plain.Pieces, alike.Pieces) || plain.Entries != alike.Entries || plain.Bytes != alike.Bytes {
-			t.Fatalf("%d lines are %d pieces, or %d with a base", len(after), len(plain.Pieces), len(alike.Pieces))
+		if plain.Digest != alike.Digest || !slices.Equal(plain.Chunks, alike.Chunks) || plain.Entries != alike.Entries || plain.Bytes != alike.Bytes {
+			t.Fatalf("%d lines are %d chunks, or %d with a base", len(after), len(plain.Chunks), len(alike.Chunks))
 		}
 	}
 	rapid.Check(t, func(t *rapid.T) {

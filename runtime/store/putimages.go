@@ -142,7 +142,7 @@ func (d *Draft) putImage(ctx context.Context, dir *os.File, im *Image) (err erro
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
 	im.Bytes = info.Size()
-	var list []overlay.Piece
+	var list []overlay.Chunk
 	if im.Bytes > 0 {
 		im.Digest, list, err = cut(ctx, im.Bytes, d.counted(f), func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
 	} else {
@@ -154,7 +154,7 @@ func (d *Draft) putImage(ctx context.Context, dir *os.File, im *Image) (err erro
 	if err != nil {
 		return fmt.Errorf("process image %s: %w", im.Name, err)
 	}
-	im.Pieces = list
+	im.Chunks = list
 	return nil
 }
 
@@ -201,21 +201,21 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old pageS
 	if err != nil {
 		return err
 	}
-	var table Pieces
+	var table Chunks
 	if !pages.Fresh {
 		table = slices.Clone(old.table)
 	}
-	for part := range slices.Chunk(pages.Table, pack.MaxPiece) {
+	for part := range slices.Chunk(pages.Table, pack.MaxChunk) {
 		id, err := d.addNeeded(ctx, part)
 		if err != nil {
 			return err
 		}
-		table = append(table, overlay.Piece{Digest: id.String(), Len: int64(len(part))})
+		table = append(table, overlay.Chunk{Digest: id.String(), Len: int64(len(part))})
 	}
 	im.Pages = table
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return addPieces(&d.need, table)
+	return addChunks(&d.need, table)
 }
 
 // pageSource is what may be referred to instead of being stored again: the pages of all images of
@@ -223,7 +223,7 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old pageS
 // nothing.
 type pageSource struct {
 	index *pack.PageIndex // nil: nothing
-	table Pieces          // that it was loaded from
+	table Chunks          // that it was loaded from
 }
 
 // knownPages loads the page index of the parent checkpoint. A parent that cannot be read
@@ -263,7 +263,7 @@ func (d *Draft) loadPages(ctx context.Context) (pageSource, error) {
 		return pageSource{}, err
 	}
 	defer r.Close()
-	r.pieces.x = d.x
+	r.chunks.x = d.x
 	var k pageSource
 	var recipe []pack.Segment
 	var need idSet
@@ -307,8 +307,8 @@ func (d *Draft) loadPages(ctx context.Context) (pageSource, error) {
 		return pageSource{}, err
 	}
 	// A record never crosses the parts of a table, but a part may be cut in two
-	// pieces anywhere, so that they are read as one.
-	s := newStream(ctx, r.pieces, "table of pages", segs, true)
+	// chunks anywhere, so that they are read as one.
+	s := newStream(ctx, r.chunks, "table of pages", segs, true)
 	k.index, err = pack.LoadPageIndex(s, recipe, len(k.table))
 	return k, errors.Join(err, s.Close())
 }

@@ -22,7 +22,7 @@ import (
 var maxRecipe int64 = 128 << 20
 
 // Reader reads one checkpoint. Its manifest is proven when OpenCheckpoint returns; the rest is
-// proven as it is read. Until Close no piece of the store goes away. Its methods, except Close, are
+// proven as it is read. Until Close no chunk of the store goes away. Its methods, except Close, are
 // safe for concurrent use.
 type Reader struct {
 	s        *Store
@@ -31,7 +31,7 @@ type Reader struct {
 	digest   string
 	size     int64 // of the manifest
 	surplus  string
-	pieces   *pieces
+	chunks   *chunks
 	writes   func(int64) // see CountImages; nil: not counted
 
 	mu     sync.Mutex // guards what follows
@@ -120,7 +120,7 @@ func (s *Store) openPublished(id string) (*Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := s.newReader(m, data, newPieces(newIndex(s)))
+	r := s.newReader(m, data, newChunks(newIndex(s)))
 	for _, name := range names {
 		if name != ManifestName {
 			r.surplus = name
@@ -129,8 +129,8 @@ func (s *Store) openPublished(id string) (*Reader, error) {
 	return r, nil
 }
 
-func (s *Store) newReader(m Manifest, data []byte, p *pieces) *Reader {
-	return &Reader{s: s, manifest: m, digest: digestOf(data), size: int64(len(data)), pieces: p}
+func (s *Store) newReader(m Manifest, data []byte, p *chunks) *Reader {
+	return &Reader{s: s, manifest: m, digest: digestOf(data), size: int64(len(data)), chunks: p}
 }
 
 // Manifest is the proven manifest.
@@ -153,24 +153,24 @@ func (r *Reader) tree(ctx context.Context, n int) (*proven, error) {
 	t := r.manifest.trees()[n]
 	segs, err := segments(list.lines)
 	if err == nil {
-		err = r.pieces.foresee(ctx, segs)
+		err = r.chunks.foresee(ctx, segs)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return newProven(ctx, r.pieces, fmt.Sprintf("list of files %d", n), segs, true, t.Digest, t.Bytes), nil
+	return newProven(ctx, r.chunks, fmt.Sprintf("list of files %d", n), segs, true, t.Digest, t.Bytes), nil
 }
 
-// TreePieces are the pieces of the n-th list of entries, front to back.
-func (r *Reader) TreePieces(ctx context.Context, n int) ([]overlay.Piece, error) {
+// TreeChunks are the chunks of the n-th list of entries, front to back.
+func (r *Reader) TreeChunks(ctx context.Context, n int) ([]overlay.Chunk, error) {
 	list, err := r.list(ctx, n)
 	return list.lines, err
 }
 
-// TreePart streams some pieces, which follow each other, of the n-th list of
+// TreePart streams some chunks, which follow each other, of the n-th list of
 // entries. Each of them is proven.
 func (r *Reader) TreePart(ctx context.Context, n, from, to int) (io.ReadCloser, error) {
-	list, err := r.TreePieces(ctx, n)
+	list, err := r.TreeChunks(ctx, n)
 	if err != nil {
 		return nil, err
 	}
@@ -181,7 +181,7 @@ func (r *Reader) TreePart(ctx context.Context, n, from, to int) (io.ReadCloser, 
 	if err != nil {
 		return nil, err
 	}
-	return newStream(ctx, r.pieces, fmt.Sprintf("list of files %d", n), segs, true), nil
+	return newStream(ctx, r.chunks, fmt.Sprintf("list of files %d", n), segs, true), nil
 }
 
 // Source has the data of the files of all trees.
@@ -191,19 +191,19 @@ type source struct{ r *Reader }
 
 // Data: see overlay.Source.
 func (s source) Data(ctx context.Context, e overlay.Entry) (io.ReadCloser, error) {
-	list := e.Pieces
+	list := e.Chunks
 	n := dataBytes(&e)
 	if n == 0 {
 		return io.NopCloser(bytes.NewReader(nil)), nil
 	}
 	if list == nil {
-		list = []overlay.Piece{{Digest: e.Digest, Len: n}}
+		list = []overlay.Chunk{{Digest: e.Digest, Len: n}}
 	}
 	segs, err := segments(list)
 	if err != nil {
 		return nil, fmt.Errorf("%q: %w", e.Path, err)
 	}
-	return newStream(ctx, s.r.pieces, fmt.Sprintf("%q", e.Path), segs, true), nil
+	return newStream(ctx, s.r.chunks, fmt.Sprintf("%q", e.Path), segs, true), nil
 }
 
 // dataBytes returns how many bytes of data a file has.
@@ -236,14 +236,14 @@ func (r *Reader) Image(ctx context.Context, name string) (io.ReadCloser, error) 
 }
 
 func (r *Reader) image(ctx context.Context, im *Image) (*proven, error) {
-	segs, err := segments(im.Pieces)
+	segs, err := segments(im.Chunks)
 	if err == nil && im.Recipe != nil {
 		segs, err = r.recipe(ctx, im)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("process image %s: %w", im.Name, err)
 	}
-	return newProven(ctx, r.pieces, "process image "+im.Name, segs, im.Recipe == nil, im.Digest, im.Bytes), nil
+	return newProven(ctx, r.chunks, "process image "+im.Name, segs, im.Recipe == nil, im.Digest, im.Bytes), nil
 }
 
 // recipe reads how an image of pages is put together.
@@ -256,7 +256,7 @@ func (r *Reader) recipe(ctx context.Context, im *Image) ([]pack.Segment, error) 
 	if err != nil {
 		return nil, err
 	}
-	s := newStream(ctx, r.pieces, "recipe", segs, true)
+	s := newStream(ctx, r.chunks, "recipe", segs, true)
 	data, err := io.ReadAll(s)
 	if err := errors.Join(err, s.Close()); err != nil {
 		return nil, err
@@ -321,16 +321,16 @@ func (r *Reader) extract(ctx context.Context, dir string, im *Image) (err error)
 	return err
 }
 
-// Pieces calls fn once for every piece that the checkpoint needs, in the order of their digests:
-// raw is its length. It returns ErrCorrupt if the store lacks a piece.
-func (r *Reader) Pieces(ctx context.Context, fn func(digest string, raw int64) error) error {
+// Chunks calls fn once for every chunk that the checkpoint needs, in the order of their digests:
+// raw is its length. It returns ErrCorrupt if the store lacks a chunk.
+func (r *Reader) Chunks(ctx context.Context, fn func(digest string, raw int64) error) error {
 	ids, err := r.needs(ctx)
 	if err != nil {
 		return err
 	}
 	for part := range slices.Chunk(ids, 16*findBatch) {
 		lens := make(map[pack.ID]int64, len(part))
-		gone, err := r.pieces.x.find(ctx, part, func(p place) error { lens[p.blob.ID] = int64(p.blob.Raw); return nil })
+		gone, err := r.chunks.x.find(ctx, part, func(p place) error { lens[p.blob.ID] = int64(p.blob.Raw); return nil })
 		if err != nil {
 			return err
 		}
@@ -346,17 +346,17 @@ func (r *Reader) Pieces(ctx context.Context, fn func(digest string, raw int64) e
 	return nil
 }
 
-// Piece reads one piece of the store, proven.
-func (r *Reader) Piece(ctx context.Context, digest string) ([]byte, error) {
+// Chunk reads one chunk of the store, proven.
+func (r *Reader) Chunk(ctx context.Context, digest string) ([]byte, error) {
 	id, err := pack.ParseID(digest)
 	if err != nil {
 		return nil, err
 	}
-	b, err := r.pieces.read(ctx, id)
+	b, err := r.chunks.read(ctx, id)
 	return slices.Clone(b), err
 }
 
-// needs returns every piece that the checkpoint needs, in order. It reads, and
+// needs returns every chunk that the checkpoint needs, in order. It reads, and
 // proves, the lists of files and the recipes for this, and no data.
 func (r *Reader) needs(ctx context.Context) ([]pack.ID, error) {
 	var set idSet
@@ -383,7 +383,7 @@ func (r *Reader) needsOfTree(ctx context.Context, n int, set *idSet) error {
 	if err != nil {
 		return err
 	}
-	if err := errors.Join(addPieces(set, list.lists), addPieces(set, list.lines)); err != nil {
+	if err := errors.Join(addChunks(set, list.lists), addChunks(set, list.lines)); err != nil {
 		return err
 	}
 	var entries, data int64
@@ -399,7 +399,7 @@ func (r *Reader) needsOfTree(ctx context.Context, n int, set *idSet) error {
 }
 
 func (r *Reader) needsOfImage(ctx context.Context, im *Image, set *idSet) error {
-	if err := errors.Join(addPieces(set, im.Pieces), addPieces(set, im.Recipe), addPieces(set, im.Pages)); err != nil || im.Recipe == nil {
+	if err := errors.Join(addChunks(set, im.Chunks), addChunks(set, im.Recipe), addChunks(set, im.Pages)); err != nil || im.Recipe == nil {
 		return err
 	}
 	segs, err := r.recipe(ctx, im)
@@ -432,7 +432,7 @@ func addSegments(set *idSet, segs []pack.Segment) {
 	}
 }
 
-func addPieces(set *idSet, list []overlay.Piece) error {
+func addChunks(set *idSet, list []overlay.Chunk) error {
 	for _, x := range list {
 		id, err := pack.ParseID(x.Digest)
 		if err != nil {
@@ -443,16 +443,16 @@ func addPieces(set *idSet, list []overlay.Piece) error {
 	return nil
 }
 
-// addEntry adds the pieces of a file's data.
+// addEntry adds the chunks of a file's data.
 func addEntry(set *idSet, e *overlay.Entry) error {
 	if dataBytes(e) == 0 {
 		return nil
 	}
-	list := e.Pieces
+	list := e.Chunks
 	if list == nil {
-		list = []overlay.Piece{{Digest: e.Digest}}
+		list = []overlay.Chunk{{Digest: e.Digest}}
 	}
-	if err := addPieces(set, list); err != nil {
+	if err := addChunks(set, list); err != nil {
 		return fmt.Errorf("%q: %w", e.Path, err)
 	}
 	return nil
@@ -460,7 +460,7 @@ func addEntry(set *idSet, e *overlay.Entry) error {
 
 // Close lets go of the store. Streams must be closed before.
 func (r *Reader) Close() error {
-	r.pieces.close()
+	r.chunks.close()
 	if r.lock != nil {
 		r.lock.Unlock()
 	}

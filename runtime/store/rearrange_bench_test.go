@@ -46,7 +46,7 @@ func sayMemory() error {
 	return err
 }
 
-// BenchmarkWholeStore: what is done with all of a store, with a million pieces in
+// BenchmarkWholeStore: what is done with all of a store, with a million chunks in
 // it that two checkpoints need. The memory is that of the whole process.
 func BenchmarkWholeStore(b *testing.B) {
 	ctx := context.Background()
@@ -70,7 +70,7 @@ func BenchmarkWholeStore(b *testing.B) {
 					e.Mode += uint32(round)
 				}
 				var err error
-				if e.Digest, e.Pieces, err = sink.Data(ctx, e.Size, bytes.NewReader(raw[:])); err != nil {
+				if e.Digest, e.Chunks, err = sink.Data(ctx, e.Size, bytes.NewReader(raw[:])); err != nil {
 					return err
 				}
 				if err := fn(e); err != nil {

@@ -23,7 +23,7 @@ const (
 	reclaimLock     = ".reclaim"
 	defaultMaxWaste = 0.25
 	defaultWait     = 30 * time.Second
-	rewriteBatch    = 256 << 20 // bytes of pieces that go into one new pack
+	rewriteBatch    = 256 << 20 // bytes of chunks that go into one new pack
 	deadBatch       = 20000     // rows in one transaction
 )
 
@@ -45,16 +45,16 @@ type ReclaimOptions struct {
 type Reclaimed struct {
 	Before, After int64 // all packs
 	Freed         int64
-	Deleted       int   // packs without a piece that is needed
+	Deleted       int   // packs without a chunk that is needed
 	Rewritten     int   // packs above the waste limit
-	Pieces        int64 // that left the index
+	Chunks        int64 // that left the index
 	Notes         []string
 }
 
-// Reclaim deletes pieces that no checkpoint needs. Packs without needed pieces are removed;
+// Reclaim deletes chunks that no checkpoint needs. Packs without needed chunks are removed;
 // those with too much waste are rewritten without it.
 //
-// Drafts and readers go on, except for moments: Reclaim finds the needed pieces beside them;
+// Drafts and readers go on, except for moments: Reclaim finds the needed chunks beside them;
 // then, holding the store exclusively, it accounts for what they added meanwhile and removes
 // the others from the index, so that no later draft counts on them; their data goes after
 // that. Copies are made under the shared lock again, and the index changes over to them,
@@ -97,7 +97,7 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 		for _, p := range c.waste {
 			c.did.Freed += c.v.cat.packs[p].bytes - c.bytes[p]
 		}
-		c.did.Deleted, c.did.Rewritten, c.did.Pieces = len(c.dead), len(c.waste), int64(len(c.rows()))
+		c.did.Deleted, c.did.Rewritten, c.did.Chunks = len(c.dead), len(c.waste), int64(len(c.rows()))
 		c.did.After = c.did.Before - c.did.Freed
 		return c.did, nil
 	}
@@ -129,7 +129,7 @@ func (s *Store) forgetRemoved(ctx context.Context, n int64) error {
 	})
 }
 
-// rearrange takes the right to move pieces between packs.
+// rearrange takes the right to move chunks between packs.
 func (s *Store) rearrange(ctx context.Context, wait time.Duration) (*Lock, error) {
 	l, err := s.flock(ctx, reclaimLock, "reclaim", wait)
 	if errors.Is(err, fault.ErrBusy) {
@@ -152,8 +152,8 @@ type reclaim struct {
 	did  Reclaimed
 	done map[string]bool // checkpoints that were surveyed
 
-	live  bitset   // pieces of the catalog
-	bytes []int64  // pack -> its size with live pieces only
+	live  bitset   // chunks of the catalog
+	bytes []int64  // pack -> its size with live chunks only
 	dead  []uint32 // packs
 	waste []uint32 // packs to be rewritten
 
@@ -161,7 +161,7 @@ type reclaim struct {
 	began         time.Time // the first copy
 }
 
-// survey marks the needed pieces, under the shared lock.
+// survey marks the needed chunks, under the shared lock.
 func (c *reclaim) survey(ctx context.Context) error {
 	l, err := c.s.share(ctx, "reclaim")
 	if err != nil {
@@ -180,7 +180,7 @@ func (c *reclaim) survey(ctx context.Context) error {
 	return c.mark(ctx)
 }
 
-// mark adds the needs of checkpoints that were not surveyed yet. A needed piece that is not in
+// mark adds the needs of checkpoints that were not surveyed yet. A needed chunk that is not in
 // the catalog was added after it, and is not touched.
 func (c *reclaim) mark(ctx context.Context) error {
 	list, err := c.s.checkpoints(ctx, "WHERE status IN ('ready', 'pending') ORDER BY seq")
@@ -229,8 +229,8 @@ func (c *reclaim) needs(ctx context.Context, k Checkpoint) (n needed, damage []e
 	}
 	r, err := c.s.openPublished(k.ID)
 	if err == nil {
-		defer r.pieces.close()
-		if _, err = c.s.adopt(ctx, r.pieces); err == nil {
+		defer r.chunks.close()
+		if _, err = c.s.adopt(ctx, r.chunks); err == nil {
 			// Damage keeps it from being completed; whatever it needs beside that stays.
 			n, _, err = c.v.checkpoint(ctx, r)
 		}
@@ -261,7 +261,7 @@ func (c *reclaim) plan() {
 	}
 }
 
-// rows lists the pieces that are not needed in packs that go or change.
+// rows lists the chunks that are not needed in packs that go or change.
 func (c *reclaim) rows() (list []uint32) {
 	touched := newBitset(len(c.v.cat.packs))
 	for _, p := range slices.Concat(c.dead, c.waste) {
@@ -299,12 +299,12 @@ func (c *reclaim) drop(ctx context.Context) error {
 		slices.SortFunc(part, func(a, b uint32) int {
 			return cmp.Or(cmp.Compare(cat.slots[a].pack, cat.slots[b].pack), cmp.Compare(a, b))
 		})
-		// A draft that found its pack lost may have put the piece into another one.
+		// A draft that found its pack lost may have put the chunk into another one.
 		err := c.s.release(ctx, "forget pieces", func(tx *sql.Tx) error { return deleteRows(ctx, tx, cat, part) })
 		if err != nil {
 			return err
 		}
-		c.did.Pieces += int64(len(part))
+		c.did.Chunks += int64(len(part))
 		if err := failpoint.Hit("store.reclaim.between-rows"); err != nil {
 			return err
 		}
@@ -329,7 +329,7 @@ func (c *reclaim) drop(ctx context.Context) error {
 	if err := failpoint.Hit("store.reclaim.after-rows"); err != nil {
 		return err
 	}
-	// Still alone: a draft could make a pack of the very same pieces, and so of
+	// Still alone: a draft could make a pack of the very same chunks, and so of
 	// the same name.
 	for _, row := range gone {
 		if err := c.s.removePack(row.name); err != nil {
@@ -358,7 +358,7 @@ func deleteRows(ctx context.Context, tx *sql.Tx, cat *catalog, part []uint32) er
 	return nil
 }
 
-// forgetPack removes the row of a pack that no piece is in, and reports whether it did.
+// forgetPack removes the row of a pack that no chunk is in, and reports whether it did.
 func forgetPack(ctx context.Context, tx *sql.Tx, num int64) (bool, error) {
 	res, err := tx.ExecContext(ctx, "DELETE FROM packs WHERE num = ?1 AND NOT EXISTS (SELECT 1 FROM blobs WHERE pack = ?1)", num)
 	if err != nil {
@@ -379,7 +379,7 @@ func (s *Store) removePack(name string) error {
 	return nil
 }
 
-// rewrite puts the needed pieces of some packs into a new one.
+// rewrite puts the needed chunks of some packs into a new one.
 func (c *reclaim) rewrite(ctx context.Context) error {
 	n, size := 0, int64(0)
 	for n < len(c.waste) && (n == 0 || size+c.bytes[c.waste[n]] <= rewriteBatch) {
@@ -491,7 +491,7 @@ func (c *reclaim) copy(ctx context.Context, batch []uint32) (info pack.Info, num
 	return info, num, err
 }
 
-// copyPack copies the needed pieces of a pack as they are stored, each proven.
+// copyPack copies the needed chunks of a pack as they are stored, each proven.
 func (c *reclaim) copyPack(ctx context.Context, w *pack.Writer, p uint32) error {
 	cat := c.v.cat
 	var list []uint32
@@ -513,7 +513,7 @@ func (c *reclaim) copyPack(ctx context.Context, w *pack.Writer, p uint32) error 
 			return context.Cause(ctx)
 		}
 		b := cat.blob(i)
-		if b.Stored > pack.MaxPiece {
+		if b.Stored > pack.MaxChunk {
 			return fmt.Errorf("index: piece %s of %d bytes: %w", b.ID, b.Stored, fault.ErrCorrupt)
 		}
 		room = slices.Grow(room[:0], int(b.Stored))[:b.Stored]
@@ -532,7 +532,7 @@ func (c *reclaim) copyPack(ctx context.Context, w *pack.Writer, p uint32) error 
 		if err != nil {
 			return err
 		}
-		if c.copied += int64(b.Stored) + pack.PieceOverhead; c.o.Progress != nil {
+		if c.copied += int64(b.Stored) + pack.ChunkOverhead; c.o.Progress != nil {
 			c.o.Progress(min(c.copied, c.total), c.total)
 		}
 		if err := c.pace(ctx); err != nil {
@@ -542,7 +542,7 @@ func (c *reclaim) copyPack(ctx context.Context, w *pack.Writer, p uint32) error 
 	return bad
 }
 
-// change lets the index find the copied pieces in the new pack.
+// change lets the index find the copied chunks in the new pack.
 func (c *reclaim) change(ctx context.Context, tx *sql.Tx, batch []uint32, info pack.Info, num int64) error {
 	if num == 0 {
 		return nil

@@ -39,7 +39,7 @@ func reclaimOnce(ctx context.Context, root string, args []string) error {
 	return err
 }
 
-// some picks files out of a small universe, so that checkpoints share pieces in
+// some picks files out of a small universe, so that checkpoints share chunks in
 // every combination.
 func some(r *rand.Rand) content {
 	c := content{files: map[string][]byte{}}
@@ -103,11 +103,11 @@ func needsOf(t testing.TB, s *Store, id string) map[string]bool {
 	must(t, err)
 	defer r.Close()
 	set := map[string]bool{}
-	must(t, r.Pieces(context.Background(), func(d string, _ int64) error { set[d] = true; return nil }))
+	must(t, r.Chunks(context.Background(), func(d string, _ int64) error { set[d] = true; return nil }))
 	return set
 }
 
-// rowsOf is the index as it is, pieces by what is known of them.
+// rowsOf is the index as it is, chunks by what is known of them.
 func rowsOf(t testing.TB, s *Store) map[string]string {
 	t.Helper()
 	rows, err := s.db.Query("SELECT id, name, off, stored, raw, packed FROM blobs LEFT JOIN packs ON pack = num")
@@ -156,7 +156,7 @@ func history(t testing.TB, s *Store) (b Sandbox, list []Checkpoint, data []conte
 	b = put(t, s, "box")
 	first := sample(1, 300<<10)
 	second := sample(2, 5000)
-	second.files["dir/big"] = first.files["dir/big"] // a piece of the first one's pack
+	second.files["dir/big"] = first.files["dir/big"] // a chunk of the first one's pack
 	third := sample(3, 20000)
 	third.volume = map[string][]byte{"v": block(rand.New(rand.NewPCG(7, 7)), 3000)}
 	for i, c := range []content{first, second, third} {
@@ -197,14 +197,14 @@ func TestReclaim(t *testing.T) {
 	if did.Deleted != 1 || did.Rewritten == 0 || did.After != packsSize(t, s) || did.Before-did.After != did.Freed || last != total || total == 0 {
 		t.Errorf("%+v, %d of %d", did, last, total)
 	}
-	if did.Freed != plan.Freed || did.Deleted != plan.Deleted || did.Rewritten != plan.Rewritten || did.Pieces != plan.Pieces {
+	if did.Freed != plan.Freed || did.Deleted != plan.Deleted || did.Rewritten != plan.Rewritten || did.Chunks != plan.Chunks {
 		t.Errorf("planned %+v, done %+v", plan, did)
 	}
 	same(t, s, list[1].ID, data[1])
 	tidy(t, s)
 	need, have := needsOf(t, s, list[1].ID), rowsOf(t, s)
 	if len(need) != len(have) {
-		t.Errorf("%d pieces are needed, %d are there", len(need), len(have))
+		t.Errorf("%d chunks are needed, %d are there", len(need), len(have))
 	}
 	for id := range have {
 		if !need[id] {
@@ -214,7 +214,7 @@ func TestReclaim(t *testing.T) {
 	if again := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})); again.Freed != 0 || again.Rewritten != 0 {
 		t.Errorf("again: %+v", again)
 	}
-	// Deleted pieces are stored again when they come back.
+	// Deleted chunks are stored again when they come back.
 	b := must1(s.Sandbox(ctx, "box"))
 	back := taken(t, s, of(b, "back", KindFull), data[0])
 	same(t, s, back.ID, data[0])
@@ -234,7 +234,7 @@ func TestReclaimRefuses(t *testing.T) {
 	m := r.Manifest()
 	must(t, r.Close())
 	var at place
-	id := must1(pack.ParseID(m.Volumes[0].Files.Pieces[0].Digest))
+	id := must1(pack.ParseID(m.Volumes[0].Files.Chunks[0].Digest))
 	at, _, err := s.locate(ctx, id)
 	must(t, err)
 	row := must1(s.packRow(ctx, at.pack))
@@ -279,7 +279,7 @@ func TestReclaimRefuses(t *testing.T) {
 	same(t, s, list[2].ID, data[2])
 }
 
-// TestReclaimKeepsDamaged: a pack is not deleted while a piece in it that is
+// TestReclaimKeepsDamaged: a pack is not deleted while a chunk in it that is
 // needed cannot be copied.
 func TestReclaimKeepsDamaged(t *testing.T) {
 	ctx := context.Background()
@@ -412,8 +412,8 @@ func TestUsage(t *testing.T) {
 		all += must1(os.Stat(p)).Size()
 	}
 	u := must1(s.Usage(ctx))
-	if u.Stored != all || u.Raw != raw || u.Packs != 3 || u.Pieces != int64(len(stored)) || len(u.Checkpoints) != 2 {
-		t.Fatalf("%+v; the packs have %d bytes, the pieces %d", u, all, raw)
+	if u.Stored != all || u.Raw != raw || u.Packs != 3 || u.Chunks != int64(len(stored)) || len(u.Checkpoints) != 2 {
+		t.Fatalf("%+v; the packs have %d bytes, the chunks %d", u, all, raw)
 	}
 	var logical int64
 	for _, c := range data[1:] {

@@ -22,7 +22,7 @@ import (
 // Reindexed is the result of Reindex.
 type Reindexed struct {
 	Packs       int
-	Pieces      int64
+	Chunks      int64
 	Checkpoints int      // whose records were made again
 	Notes       []string // what could not be used, or is not as it was, and why
 }
@@ -82,7 +82,7 @@ func (x *reindex) packs(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// A piece that is in two packs belongs to the older one, as when it was made.
+	// A chunk that is in two packs belongs to the older one, as when it was made.
 	slices.SortFunc(files, func(a, b packFileInfo) int { return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.name, b.name)) })
 	// No other process changes packs now, so they are proven before the database is locked.
 	var sound []packFileInfo
@@ -117,7 +117,7 @@ func (x *reindex) rebuild(ctx context.Context, tx *sql.Tx, sound []packFileInfo,
 	if err != nil {
 		return nil, err
 	}
-	// Of a pack whose footer is damaged only the index knows the pieces.
+	// Of a pack whose footer is damaged only the index knows the chunks.
 	keep := []int64{0}
 	for _, name := range bad {
 		if num, ok := was[name]; ok {
@@ -150,7 +150,7 @@ func (x *reindex) rebuild(ctx context.Context, tx *sql.Tx, sound []packFileInfo,
 		}
 	}
 	x.did.Packs = len(is)
-	if err := tx.QueryRowContext(ctx, "SELECT count(*) FROM blobs").Scan(&x.did.Pieces); err != nil {
+	if err := tx.QueryRowContext(ctx, "SELECT count(*) FROM blobs").Scan(&x.did.Chunks); err != nil {
 		return nil, err
 	}
 	return notes, failpoint.Hit("store.reindex.in-transaction")
@@ -317,7 +317,7 @@ func (s *Store) unrecorded(id string, r *Reader) (unrecorded, error) {
 
 func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there map[string]bool) error {
 	r := u.r
-	defer r.pieces.close()
+	defer r.chunks.close()
 	n, damage, err := v.checkpoint(ctx, r)
 	if err != nil {
 		return err

@@ -15,9 +15,9 @@ const (
 	cellSize   = 8 + 2
 )
 
-// A sketch is a set of pieces in a few cells, however many they are: an invertible
-// Bloom lookup table. Each piece is in one cell of each row. Combined with the sketch
-// of another set it is that of the pieces that one of the two has, and as long as
+// A sketch is a set of chunks in a few cells, however many they are: an invertible
+// Bloom lookup table. Each chunk is in one cell of each row. Combined with the sketch
+// of another set it is that of the chunks that one of the two has, and as long as
 // these are about 200 at most, it lists them. It may be wrong: a caller proves what
 // it makes of the list.
 type sketch [sketchRows * sketchCols]cell
@@ -28,7 +28,7 @@ type cell struct {
 	check uint16
 }
 
-// keyOf returns what a sketch knows of a piece: the beginning of its id.
+// keyOf returns what a sketch knows of a chunk: the beginning of its id.
 func keyOf(id *pack.ID) uint64 { return binary.BigEndian.Uint64(id[:]) }
 
 // checkOf shows a lone key: of several that are combined, it is not that of their XOR.
@@ -81,7 +81,7 @@ func (s *sketch) keys() (list []uint64, ok bool) {
 	return list, *s == sketch{} && len(slices.Compact(list)) == n
 }
 
-// sumOf returns the BLAKE3 of a list of pieces without some of it and with others.
+// sumOf returns the BLAKE3 of a list of chunks without some of it and with others.
 // All three are in order.
 func sumOf(ids, without, with []pack.ID) (sum [32]byte) {
 	h := blake3.New()

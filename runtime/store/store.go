@@ -4,11 +4,11 @@
 // It owns, below one root directory,
 //
 //	state.db              SQLite in WAL mode: sandboxes, checkpoints, journal,
-//	                      and where in which pack a piece is
+//	                      and where in which pack a chunk is
 //	locks/ID              one flock file per sandbox
 //	locks/store           held shared by drafts and readers, exclusively to
-//	                      remove pieces
-//	packs/aa/NAME         pieces of data, many to a file (package pack), immutable
+//	                      remove chunks
+//	packs/aa/NAME         chunks of data, many to a file (package pack), immutable
 //	packs/tmp-*           packs being written
 //	checkpoints/ID/       one published checkpoint, never changed again:
 //	    manifest.json     canonical JSON; its BLAKE3 digest is the checkpoint's identity
@@ -17,12 +17,12 @@
 //	memory/SANDBOX.N      file cache of a sandbox's N-th tree (overlay.Collect)
 //	reserve               room for the records that free room on a full disk
 //
-// All data is cut into pieces, each named by the BLAKE3 digest of its bytes and
-// stored once. A checkpoint comes into being as a Draft: a pending row and a
+// All data is cut into chunks, each named by the BLAKE3 digest of its bytes and
+// stored once. In JSON and in messages to users a chunk is called a piece. A checkpoint comes into being as a Draft: a pending row and a
 // scratch directory. The engine gives it the data of files, the list of
 // entries, and the process images; what no pack has goes into a pack of the
 // draft's own. Commit makes that pack durable, then the manifest, then, in one
-// transaction, the rows of the pieces and the ready checkpoint. A reader goes
+// transaction, the rows of the chunks and the ready checkpoint. A reader goes
 // the other way: the row's digest proves the manifest, the manifest's digests
 // prove the lists, and these prove the data. Sweep finishes or undoes what a
 // killed process left.

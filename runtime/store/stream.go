@@ -23,14 +23,14 @@ const aheadBytes = 512 << 10
 
 func workers() int { return min(goruntime.GOMAXPROCS(0), 8) }
 
-// stream puts a run of bytes together from parts of pieces.
+// stream puts a run of bytes together from parts of chunks.
 type stream struct {
 	ctx  context.Context
 	stop context.CancelFunc
-	p    *pieces
+	p    *chunks
 	what string // for messages
 	rest []pack.Segment
-	// whole says that each segment is a whole piece, whose length is hereby proven.
+	// whole says that each segment is a whole chunk, whose length is hereby proven.
 	whole bool
 
 	now   []byte             // what is left of the segment that is being read
@@ -42,7 +42,7 @@ type stream struct {
 	err   error // sticky
 }
 
-func newStream(ctx context.Context, p *pieces, what string, segs []pack.Segment, whole bool) *stream {
+func newStream(ctx context.Context, p *chunks, what string, segs []pack.Segment, whole bool) *stream {
 	s := &stream{p: p, what: what, rest: segs, whole: whole}
 	s.ctx, s.stop = context.WithCancel(ctx)
 	var n int64
@@ -212,7 +212,7 @@ type proven struct {
 	err    error // sticky
 }
 
-func newProven(ctx context.Context, p *pieces, what string, segs []pack.Segment, whole bool, digest string, bytes int64) *proven {
+func newProven(ctx context.Context, p *chunks, what string, segs []pack.Segment, whole bool, digest string, bytes int64) *proven {
 	return &proven{s: newStream(ctx, p, what, segs, whole), ctx: ctx, digest: digest, bytes: bytes, hash: blake3.New()}
 }
 

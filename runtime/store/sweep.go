@@ -21,7 +21,7 @@ import (
 const freshLock = time.Minute
 
 // RemoveCheckpoint removes a checkpoint in any state, and its tags. Its children, and
-// sandboxes whose head it was, get its parent instead. The pieces stay until they are
+// sandboxes whose head it was, get its parent instead. The chunks stay until they are
 // reclaimed, so a current reader is not disturbed. Idempotent; after a crash Sweep or
 // another call finishes the removal.
 func (s *Store) RemoveCheckpoint(ctx context.Context, id string) error {
@@ -373,7 +373,7 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	if r.manifest.SandboxID != c.SandboxID || r.manifest.Kind != c.Kind {
 		return fmt.Errorf("%s is of another sandbox: %w", ManifestName, fault.ErrCorrupt)
 	}
-	stray, err := s.adopt(ctx, r.pieces)
+	stray, err := s.adopt(ctx, r.chunks)
 	if err != nil {
 		return err
 	}
@@ -386,18 +386,18 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 		return err
 	}
 	p := published{manifest: r.manifest, digest: r.digest, bytes: r.size, asIs: c.Foreign && madeElsewhere(origin, r.digest)}
-	gone, err := r.pieces.x.find(ctx, need, func(at place) error { p.bytes += int64(at.blob.Stored); return nil })
+	gone, err := r.chunks.x.find(ctx, need, func(at place) error { p.bytes += int64(at.blob.Stored); return nil })
 	if err != nil {
 		return err
 	}
 	used := map[string]bool{}
 	for _, id := range gone {
-		at, ok := r.pieces.own[id]
+		at, ok := r.chunks.own[id]
 		if !ok {
 			return fmt.Errorf("piece %s is not there: %w", id, fault.ErrCorrupt)
 		}
 		// The power may have failed with the process.
-		if _, err := r.pieces.read(ctx, id); err != nil {
+		if _, err := r.chunks.read(ctx, id); err != nil {
 			return err
 		}
 		p.bytes += int64(at.blob.Stored)
@@ -411,7 +411,7 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 			}
 		}
 	}
-	p.lost = r.pieces.x.lost()
+	p.lost = r.chunks.x.lost()
 	if err := errors.Join(fsx.SyncDir(s.packsDir()), fsx.SyncDir(s.checkpointsDir())); err != nil {
 		return err
 	}
@@ -422,9 +422,9 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	return err
 }
 
-// adopt lets p find pieces in packs without a row, which belong to killed drafts. It leaves out
+// adopt lets p find chunks in packs without a row, which belong to killed drafts. It leaves out
 // damaged packs.
-func (s *Store) adopt(ctx context.Context, p *pieces) (map[string]pack.Info, error) {
+func (s *Store) adopt(ctx context.Context, p *chunks) (map[string]pack.Info, error) {
 	names, err := s.strayPacks(ctx)
 	if err != nil {
 		return nil, err

@@ -14,18 +14,18 @@ import (
 // Usage is the space that the store takes. Sizes are in bytes.
 type Usage struct {
 	Stored      int64 // all packs
-	Raw         int64 // what the pieces in them unpack to
+	Raw         int64 // what the chunks in them unpack to
 	Logical     int64 // every file and page of each checkpoint, as if nothing were shared or compressed
 	Waste       int64 // of Stored, what no checkpoint needs
 	Packs       int
-	Pieces      int64
+	Chunks      int64
 	Checkpoints []CheckpointUsage // newest first
 }
 
 // CheckpointUsage is the space of one checkpoint, its manifest included.
 type CheckpointUsage struct {
 	Checkpoint Checkpoint
-	Needs      int64 // at rest, pieces shared with others included
+	Needs      int64 // at rest, chunks shared with others included
 	Unique     int64 // of that, what is freed if only this one is removed
 	// Unread says that its lists are damaged: Needs is what its record says,
 	// Unique is 0, and what it needs may count as waste.
@@ -99,7 +99,7 @@ func (v *survey) open(ctx context.Context, s *Store, id string) (n needed, damag
 	if err != nil {
 		return n, nil, nil, err
 	}
-	defer r.pieces.close()
+	defer r.chunks.close()
 	n, damage, err = v.checkpoint(ctx, r)
 	return n, damage, r, err
 }
@@ -167,7 +167,7 @@ func (z *Sizes) Packed(ids []string) int64 {
 			n += z.list[k].Bytes
 			continue
 		}
-		part := needed{pieces: z.needs[k].pieces}
+		part := needed{chunks: z.needs[k].chunks}
 		for _, g := range z.needs[k].groups {
 			if groups.addNew(g) {
 				part.groups = append(part.groups, g)
@@ -178,7 +178,7 @@ func (z *Sizes) Packed(ids []string) int64 {
 	return n
 }
 
-// stored returns the size of a piece in its pack; 0, if it is in none.
+// stored returns the size of a chunk in its pack; 0, if it is in none.
 func (v *survey) stored(i uint32) int64 {
 	if int(i) >= len(v.cat.slots) {
 		return 0
@@ -194,7 +194,7 @@ func (s *Store) Usage(ctx context.Context) (Usage, error) {
 		return Usage{}, err
 	}
 	cat := z.v.cat
-	u := Usage{Packs: len(cat.packs), Pieces: int64(len(cat.ids))}
+	u := Usage{Packs: len(cat.packs), Chunks: int64(len(cat.ids))}
 	for i := range cat.slots {
 		u.Raw += int64(cat.slots[i].raw &^ packedBit)
 	}
@@ -235,7 +235,7 @@ func (s *Store) Usage(ctx context.Context) (Usage, error) {
 	return u, nil
 }
 
-// liveBytes returns how long each pack would be if it held its live pieces only;
+// liveBytes returns how long each pack would be if it held its live chunks only;
 // without any, there would be none.
 func (c *catalog) liveBytes(live bitset) []int64 {
 	n := make([]int64, len(c.packs))
@@ -247,7 +247,7 @@ func (c *catalog) liveBytes(live bitset) []int64 {
 		if n[x.pack] == 0 {
 			n[x.pack] = pack.Overhead
 		}
-		n[x.pack] += int64(x.stored) + pack.PieceOverhead
+		n[x.pack] += int64(x.stored) + pack.ChunkOverhead
 	}
 	return n
 }

@@ -27,7 +27,7 @@ const (
 type VerifyOptions struct {
 	IDs []string // of ready checkpoints; none: all of them, and all packs
 	// ReadData reads and proves every byte. Without it the lists of files are
-	// read, and that every piece lies in a pack with a sound footer is proven.
+	// read, and that every chunk lies in a pack with a sound footer is proven.
 	ReadData bool
 	// Progress is called now and then, with bytes at rest when data is read,
 	// else with checkpoints. It may be nil.
@@ -37,7 +37,7 @@ type VerifyOptions struct {
 // VerifyReport is the result of VerifyAll.
 type VerifyReport struct {
 	Checkpoints int   // examined
-	Pieces      int64 // proven to be there or, with ReadData, read
+	Chunks      int64 // proven to be there or, with ReadData, read
 	Bytes       int64 // of those, at rest
 	Damaged     []Damage
 	Notes       []string // damage that hurts no checkpoint
@@ -78,7 +78,7 @@ func (s *Store) VerifyAll(ctx context.Context, o VerifyOptions) (VerifyReport, e
 	if err != nil {
 		return VerifyReport{}, err
 	}
-	v := &verification{s: s, o: o, v: newSurvey(cat), p: newPieces(newIndex(s)), why: map[uint32]error{}}
+	v := &verification{s: s, o: o, v: newSurvey(cat), p: newChunks(newIndex(s)), why: map[uint32]error{}}
 	defer v.p.close()
 	return v.run(ctx, list)
 }
@@ -87,15 +87,15 @@ type verification struct {
 	s      *Store
 	o      VerifyOptions
 	v      *survey
-	p      *pieces
+	p      *chunks
 	report VerifyReport
 
 	proven []bool   // pack -> its footer says what the index says, or nothing was looked at
 	packs  []string // pack -> what is wrong with it
 
 	mu   sync.Mutex
-	why  map[uint32]error // piece -> what is wrong with it
-	read bitset           // pieces that were read
+	why  map[uint32]error // chunk -> what is wrong with it
+	read bitset           // chunks that were read
 	done int64
 }
 
@@ -126,7 +126,7 @@ func (v *verification) run(ctx context.Context, list []Checkpoint) (VerifyReport
 	for i := range subjects {
 		v.v.each(subjects[i].n, needs, func(uint32) {})
 	}
-	look := newBitset(len(cat.ids)) // at these pieces
+	look := newBitset(len(cat.ids)) // at these chunks
 	for i := range cat.ids {
 		if len(v.o.IDs) == 0 || needs.has(uint32(i)) {
 			look.add(uint32(i))
@@ -155,7 +155,7 @@ func (v *verification) run(ctx context.Context, list []Checkpoint) (VerifyReport
 	}
 	for i := range cat.ids {
 		if n := uint32(i); look.has(n) {
-			v.report.Pieces++
+			v.report.Chunks++
 			v.report.Bytes += int64(cat.slots[i].stored)
 			if err := v.bad(n); err != nil && !needs.has(n) {
 				v.note("%v; no checkpoint that was looked at needs it", err)
@@ -213,7 +213,7 @@ func (v *verification) footers(ctx context.Context, look bitset) error {
 			v.proven[p] = true
 		case errors.Is(err, fault.ErrCorrupt) || errors.Is(err, os.ErrNotExist) || unreadable(err):
 			v.packs[p] = err.Error()
-			// If data is not read, this counts against the checkpoints that need the pieces.
+			// If data is not read, this counts against the checkpoints that need the chunks.
 			if v.o.ReadData || counts[p] == 0 {
 				v.note("pack %s: %v", cat.packs[p].name, err)
 			}
@@ -237,7 +237,7 @@ func (v *verification) footers(ctx context.Context, look bitset) error {
 	return err
 }
 
-// footer proves that a pack has exactly the pieces that the index has in it; it
+// footer proves that a pack has exactly the chunks that the index has in it; it
 // may have more, which the index has elsewhere or not any more.
 func (v *verification) footer(ctx context.Context, p uint32, count int64) error {
 	cat := v.v.cat
@@ -284,7 +284,7 @@ func (v *verification) footer(ctx context.Context, p uint32, count int64) error 
 	return nil
 }
 
-// data reads pieces, pack by pack.
+// data reads chunks, pack by pack.
 func (v *verification) data(ctx context.Context, which bitset) error {
 	cat := v.v.cat
 	order := make([]uint32, 0, which.count())
@@ -305,12 +305,12 @@ func (v *verification) data(ctx context.Context, which bitset) error {
 		if gctx.Err() != nil {
 			break
 		}
-		g.Go(func() error { return v.pieces(gctx, group, total) })
+		g.Go(func() error { return v.chunks(gctx, group, total) })
 	}
 	return g.Wait()
 }
 
-func (v *verification) pieces(ctx context.Context, group []uint32, total int64) error {
+func (v *verification) chunks(ctx context.Context, group []uint32, total int64) error {
 	cat := v.v.cat
 	var room []byte
 	for _, i := range group {
@@ -340,7 +340,7 @@ func (v *verification) pieces(ctx context.Context, group []uint32, total int64) 
 	return nil
 }
 
-// bad returns what is wrong with a piece. When all data is read, a piece is judged by its data
+// bad returns what is wrong with a chunk. When all data is read, a chunk is judged by its data
 // alone: with it, a pack is of use whatever its footer says.
 func (v *verification) bad(i uint32) error {
 	cat := v.v.cat
@@ -390,7 +390,7 @@ func (v *verification) judge(ctx context.Context, x *subject) error {
 		if len(bad) > 0 {
 			err = r.name(ctx, bad, say)
 		}
-		r.pieces.close()
+		r.chunks.close()
 		if len(bad) > 0 && len(d.What) == 0 {
 			// A part of a list that could be read a moment ago, for instance.
 			for _, err := range bad {
@@ -417,7 +417,7 @@ func (v *verification) judge(ctx context.Context, x *subject) error {
 	})
 }
 
-// shun marks the pieces that could be read and are not what they must be, so
+// shun marks the chunks that could be read and are not what they must be, so
 // that no later checkpoint counts on them.
 func (v *verification) shun(ctx context.Context) error {
 	if len(v.why) == 0 {

@@ -35,7 +35,7 @@ func TestFlips(t *testing.T) {
 	if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); rep.Checkpoints != 3 || len(rep.Damaged)+len(rep.Notes) > 0 {
 		t.Fatalf("%+v", rep)
 	}
-	hurts := map[string][]string{} // piece -> names of checkpoints
+	hurts := map[string][]string{} // chunk -> names of checkpoints
 	for id, name := range names {
 		for p := range needsOf(t, s, id) {
 			hurts[p] = append(hurts[p], name)
@@ -120,7 +120,7 @@ func TestVerifyNamesPaths(t *testing.T) {
 	path := pack.Path(s.packsDir(), must1(s.packRow(ctx, at.pack)).name)
 	restore := flip(t, path, at.blob.Off+3)
 	// Without reading, a flipped bit in data is not found.
-	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) > 0 || rep.Checkpoints != 3 || rep.Pieces == 0 || rep.Bytes == 0 {
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) > 0 || rep.Checkpoints != 3 || rep.Chunks == 0 || rep.Bytes == 0 {
 		t.Errorf("%+v", rep)
 	}
 	var done, total int64
@@ -169,7 +169,7 @@ func TestVerifyNamesPaths(t *testing.T) {
 	restore()
 	_, err = s.VerifyAll(ctx, VerifyOptions{IDs: []string{NewID()}})
 	wantErr(t, err, fault.ErrNotFound)
-	// A piece that left the index.
+	// A chunk that left the index.
 	_, err = s.db.Exec("DELETE FROM blobs WHERE id = ?", at.blob.ID[:])
 	must(t, err)
 	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) != 1 || !strings.HasPrefix(rep.Damaged[0].What[0], "small: ") {
@@ -185,7 +185,7 @@ func TestReindex(t *testing.T) {
 	must(t, s.Pin(ctx, list[1].ID, true))
 	must(t, s.Tag(ctx, list[1].ID, "v1"))
 	before := rowsOf(t, s)
-	if did := must1(s.Reindex(ctx)); did.Packs != 3 || did.Pieces != int64(len(before)) || did.Checkpoints != 0 || len(did.Notes) != 0 {
+	if did := must1(s.Reindex(ctx)); did.Packs != 3 || did.Chunks != int64(len(before)) || did.Checkpoints != 0 || len(did.Notes) != 0 {
 		t.Errorf("%+v", did)
 	}
 	if !maps.Equal(before, rowsOf(t, s)) {
@@ -345,13 +345,13 @@ func TestSurveyLongLines(t *testing.T) {
 		if err != nil || len(damage) > 0 {
 			t.Fatal(err, damage)
 		}
-		if cuts := must1(r.TreePieces(ctx, 0)); len(cuts) < 12 {
+		if cuts := must1(r.TreeChunks(ctx, 0)); len(cuts) < 12 {
 			t.Fatalf("%d parts are too few to show anything", len(cuts))
 		}
 		got := map[string]bool{}
 		v.each(n, newBitset(v.size()), func(i uint32) { got[cat.ids[i].String()] = true })
 		if !maps.Equal(got, needsOf(t, s, c.ID)) {
-			t.Errorf("%d pieces, the checkpoint needs %d", len(got), len(needsOf(t, s, c.ID)))
+			t.Errorf("%d chunks, the checkpoint needs %d", len(got), len(needsOf(t, s, c.ID)))
 		}
 	}
 	if did := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})); did.Freed != 0 {
@@ -359,7 +359,7 @@ func TestSurveyLongLines(t *testing.T) {
 	}
 }
 
-// TestShunned: a piece that is known to be damaged is stored anew by the next
+// TestShunned: a chunk that is known to be damaged is stored anew by the next
 // checkpoint that has it, which makes the old one whole again.
 func TestShunned(t *testing.T) {
 	ctx := context.Background()

@@ -170,7 +170,7 @@ type countedSink struct {
 	add func(int64)
 }
 
-func (c countedSink) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Piece, error) {
+func (c countedSink) Data(ctx context.Context, size int64, r io.Reader) (string, []overlay.Chunk, error) {
 	if size > countApart {
 		return c.to.Data(ctx, size, &countedReader{r, c.add})
 	}

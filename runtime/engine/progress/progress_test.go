@@ -101,6 +101,6 @@ func TestAllocate(t *testing.T) {
 
 type discarding struct{}
 
-func (discarding) Data(context.Context, int64, io.Reader) (string, []overlay.Piece, error) {
+func (discarding) Data(context.Context, int64, io.Reader) (string, []overlay.Chunk, error) {
 	return "", nil, nil
 }

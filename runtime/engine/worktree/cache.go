@@ -30,7 +30,7 @@ func (t *Tree) fresh() (string, error) {
 func (t *Tree) Know(ctx context.Context) { t.know(ctx, true) }
 
 // know is Know; without prove the caller proves the cache. A cache is valid as long as the
-// checkpoint it was built with is: all pieces that it names are then in the store.
+// checkpoint it was built with is: all chunks that it names are then in the store.
 func (t *Tree) know(ctx context.Context, prove bool) {
 	t.collection = ""
 	base, err := overlay.CacheBase(t.cachePath(), prove)
@@ -67,7 +67,7 @@ func (t *Tree) proven() error {
 	if err := t.Remember(); err != nil {
 		return err
 	}
-	t.pieces = nil
+	t.chunks = nil
 	return t.dropScratch()
 }
 

@@ -46,7 +46,7 @@ func (t *Tree) Plan(ctx context.Context, to Target, opts PlanOptions) (*Change, 
 		if _, err := overlay.Collect(ctx, t.Dir, out, store.Cutter{}, known); err != nil {
 			return nil, err
 		}
-		t.collection, t.pieces = out, nil
+		t.collection, t.chunks = out, nil
 	case t.collection == "":
 		t.Know(ctx)
 		if err := t.look(ctx, overlay.CollectOptions{Paranoid: opts.Paranoid}); err != nil {
@@ -70,12 +70,12 @@ func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 		}
 		return u, err
 	}
-	if t.pieces != nil {
-		list, err := to.Reader.TreePieces(ctx, t.Number)
+	if t.chunks != nil {
+		list, err := to.Reader.TreeChunks(ctx, t.Number)
 		if err != nil {
 			return nil, err
 		}
-		u, err := overlay.PlanUpdatePieces(ctx, t.collection, t.pieces, list, func(from, until int) (io.ReadCloser, error) {
+		u, err := overlay.PlanUpdateChunks(ctx, t.collection, t.chunks, list, func(from, until int) (io.ReadCloser, error) {
 			return to.Reader.TreePart(ctx, t.Number, from, until)
 		})
 		if err == nil {
@@ -97,7 +97,7 @@ func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 // the last collection was of this very checkpoint.
 func (t *Tree) planCached(ctx context.Context, to Target) (*overlay.Update, error) {
 	proof := guard.Start(func() error {
-		list, err := to.Reader.TreePieces(ctx, t.Number)
+		list, err := to.Reader.TreeChunks(ctx, t.Number)
 		if err != nil {
 			return err
 		}

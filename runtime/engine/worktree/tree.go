@@ -46,7 +46,7 @@ type Tree struct {
 	Home       Home   `json:"-"`
 
 	collection string          // path of its last collection; empty: none yet
-	pieces     []overlay.Piece // of the list in that collection; nil: not known
+	chunks     []overlay.Chunk // of the list in that collection; nil: not known
 }
 
 // Each calls do for every tree, concurrently.
@@ -94,14 +94,14 @@ func (t *Tree) Capture(ctx context.Context, sink overlay.Sink, opts overlay.Coll
 }
 
 // Put puts the list of what was captured into a draft. The directory may be in use again. like
-// are the pieces of a list that is likely similar.
-func (t *Tree) Put(ctx context.Context, draft *store.Draft, like []overlay.Piece) (err error) {
-	t.pieces, err = draft.PutCollection(ctx, t.Number, t.collection, like)
+// are the chunks of a list that is likely similar.
+func (t *Tree) Put(ctx context.Context, draft *store.Draft, like []overlay.Chunk) (err error) {
+	t.chunks, err = draft.PutCollection(ctx, t.Number, t.collection, like)
 	return err
 }
 
 // Adopt takes over what a checkpoint of the same directory has just collected.
-func (t *Tree) Adopt(from Tree) { t.collection, t.pieces = from.collection, from.pieces }
+func (t *Tree) Adopt(from Tree) { t.collection, t.chunks = from.collection, from.chunks }
 
 // look collects a tree that nothing writes to, without storing its data.
 func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
@@ -113,7 +113,7 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts); err != nil {
 		return err
 	}
-	t.collection, t.pieces = out, nil
+	t.collection, t.chunks = out, nil
 	return nil
 }
 

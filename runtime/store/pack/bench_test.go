@@ -59,22 +59,22 @@ func BenchmarkCutPages(b *testing.B) {
 }
 
 func BenchmarkWrite(b *testing.B) {
-	for name, piece := range map[string]func(uint64, int) []byte{"noise": noise, "text": text} {
+	for name, chunk := range map[string]func(uint64, int) []byte{"noise": noise, "text": text} {
 		for _, size := range []int{4 << 10, 64 << 10, 1 << 20} {
 			b.Run(name+"/"+strconv.Itoa(size>>10)+"KiB", func(b *testing.B) {
-				var pieces [][]byte
+				var chunks [][]byte
 				var ids []ID
 				for i := range 128 << 20 / size / 4 {
-					pieces = append(pieces, piece(uint64(i), size))
-					ids = append(ids, Sum(pieces[i]))
+					chunks = append(chunks, chunk(uint64(i), size))
+					ids = append(ids, Sum(chunks[i]))
 				}
-				b.SetBytes(int64(len(pieces) * size))
+				b.SetBytes(int64(len(chunks) * size))
 				for b.Loop() {
 					w, err := Create(b.TempDir())
 					if err != nil {
 						b.Fatal(err)
 					}
-					for i, p := range pieces {
+					for i, p := range chunks {
 						if err := w.Add(ids[i], p); err != nil {
 							b.Fatal(err)
 						}
@@ -90,11 +90,11 @@ func BenchmarkWrite(b *testing.B) {
 }
 
 func BenchmarkOpen(b *testing.B) {
-	var pieces [][]byte
+	var chunks [][]byte
 	for i := range 100000 {
-		pieces = append(pieces, noise(uint64(i), 16))
+		chunks = append(chunks, noise(uint64(i), 16))
 	}
-	path, _ := write(b, b.TempDir(), pieces...)
+	path, _ := write(b, b.TempDir(), chunks...)
 	f := openFile(b, path)
 	for b.Loop() {
 		if _, err := Open(f); err != nil {

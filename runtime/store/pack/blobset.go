@@ -6,15 +6,15 @@ import (
 	"slices"
 )
 
-// blobSet has the pieces of a pack that is being written, each once. A map would
-// take more than the pieces themselves: a checkpoint of a million small files
+// blobSet has the chunks of a pack that is being written, each once. A map would
+// take more than the chunks themselves: a checkpoint of a million small files
 // has as many.
 type blobSet struct {
 	list  []Blob
 	slots []uint32 // by ID, linear probing: 1 + the place in list, 0: free
 }
 
-// find returns where in the list a piece is, or -1.
+// find returns where in the list a chunk is, or -1.
 func (s *blobSet) find(id ID) int {
 	if len(s.slots) == 0 {
 		return -1
@@ -22,7 +22,7 @@ func (s *blobSet) find(id ID) int {
 	return int(s.slots[s.slot(id)]) - 1
 }
 
-// slot returns the index in slots at which a piece is, or would be. A digest is as good as
+// slot returns the index in slots at which a chunk is, or would be. A digest is as good as
 // random even if an attacker chose the data: making many with equal prefixes is infeasible.
 func (s *blobSet) slot(id ID) int {
 	mask := uint64(len(s.slots) - 1)
@@ -33,7 +33,7 @@ func (s *blobSet) slot(id ID) int {
 	return int(at)
 }
 
-// add appends a piece that is not there and returns its place.
+// add appends a chunk that is not there and returns its place.
 func (s *blobSet) add(b Blob) int {
 	s.list = append(s.list, b)
 	if n := len(s.slots); 4*len(s.list) <= 3*n {

@@ -14,7 +14,7 @@ import (
 // The rules of Cut. They are part of the format and never change.
 const (
 	cutter  = "fastcdc-v1.0.0"
-	wholeTo = 256 << 10 // up to here data is one piece
+	wholeTo = 256 << 10 // up to here data is one chunk
 	minCut  = 64 << 10
 	avgCut  = 256 << 10
 	maxCut  = 1 << 20
@@ -22,10 +22,10 @@ const (
 
 var windows = sync.Pool{New: func() any { b := make([]byte, 2*maxCut); return &b }}
 
-// Cut reads size bytes and gives them to emit in pieces, front to back: up to 256 KiB in one,
-// more in pieces of 64 KiB to 1 MiB (256 KiB on average, the last may be shorter) that end
-// where the content says, so that equal runs in different places become equal pieces. No data,
-// no piece. The slice given to emit is valid until emit returns. Errors of r and of emit are
+// Cut reads size bytes and gives them to emit in chunks, front to back: up to 256 KiB in one,
+// more in chunks of 64 KiB to 1 MiB (256 KiB on average, the last may be shorter) that end
+// where the content says, so that equal runs in different places become equal chunks. No data,
+// no chunk. The slice given to emit is valid until emit returns. Errors of r and of emit are
 // returned as they are; a reader that ends before size bytes is io.ErrUnexpectedEOF.
 func Cut(size int64, r io.Reader, emit func(raw []byte) error) error {
 	switch {
@@ -49,7 +49,7 @@ func Cut(size int64, r io.Reader, emit func(raw []byte) error) error {
 		return err
 	}
 	for {
-		// With its last piece Next may return io.EOF or not, and then nothing.
+		// With its last chunk Next may return io.EOF or not, and then nothing.
 		p, err := c.Next()
 		if err != nil && !errors.Is(err, io.EOF) {
 			return err

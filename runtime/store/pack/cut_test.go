@@ -48,13 +48,13 @@ func TestCut(t *testing.T) {
 			}
 			for i, p := range list {
 				if len(p) > maxCut || len(p) < minCut && i < len(list)-1 {
-					t.Errorf("%d bytes: piece %d of %d has %d", n, i, len(list), len(p))
+					t.Errorf("%d bytes: chunk %d of %d has %d", n, i, len(list), len(p))
 				}
 			}
 			// How the reader hands it out does not matter.
 			again := cutAll(t, data, iotest.DataErrReader(iotest.HalfReader(bytes.NewReader(data))))
 			if len(again) != len(list) {
-				t.Errorf("%d bytes: %d pieces, then %d", n, len(list), len(again))
+				t.Errorf("%d bytes: %d chunks, then %d", n, len(list), len(again))
 			}
 		}
 	}

@@ -33,7 +33,7 @@ func FuzzOpen(f *testing.F) {
 		}
 		end := int64(len(headMagic))
 		if err := r.Each(func(x Blob) error {
-			if x.Off != end || x.Stored == 0 || x.Raw > MaxPiece {
+			if x.Off != end || x.Stored == 0 || x.Raw > MaxChunk {
 				t.Fatalf("%+v at %d", x, end)
 			}
 			end += int64(x.Stored)
@@ -45,7 +45,7 @@ func FuzzOpen(f *testing.F) {
 			t.Fatal(err)
 		}
 		if want := int64(len(b)) - tailLen - r.Count()*recordLen; end != want {
-			t.Fatalf("the pieces end at %d, the footer begins at %d", end, want)
+			t.Fatalf("the chunks end at %d, the footer begins at %d", end, want)
 		}
 	})
 }
@@ -76,7 +76,7 @@ func FuzzRecipe(f *testing.F) {
 			return
 		}
 		for _, s := range segments {
-			if size -= int64(s.Len); s.Len == 0 || s.Off+s.Len > MaxPiece {
+			if size -= int64(s.Len); s.Len == 0 || s.Off+s.Len > MaxChunk {
 				t.Fatalf("%+v", s)
 			}
 		}

@@ -14,15 +14,15 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// MaxPiece is how many raw bytes a piece can have.
-const MaxPiece = 8 << 20
+// MaxChunk is how many raw bytes a chunk can have.
+const MaxChunk = 8 << 20
 
-// ID names a piece: the BLAKE3 hash of its raw bytes.
+// ID names a chunk: the BLAKE3 hash of its raw bytes.
 type ID [32]byte
 
 const idPrefix = "blake3:"
 
-// Sum returns the ID of a piece.
+// Sum returns the ID of a chunk.
 func Sum(p []byte) ID { return blake3.Sum256(p) }
 
 // String returns "blake3:" and 64 hex digits.
@@ -57,19 +57,19 @@ var hexDigits = func() (t [256]byte) {
 	return t
 }()
 
-// Blob says where in a pack a piece is.
+// Blob says where in a pack a chunk is.
 type Blob struct {
 	ID     ID
 	Off    int64  // bytes from the beginning of the file
 	Stored uint32 // bytes in the pack
-	Raw    uint32 // bytes of the piece
+	Raw    uint32 // bytes of the chunk
 	Packed bool   // a zstd frame; else as it is
 }
 
-// The size of a pack beside the stored bytes of its pieces.
+// The size of a pack beside the stored bytes of its chunks.
 const (
 	Overhead      = int64(len(headMagic)) + tailLen // once
-	PieceOverhead = recordLen                       // for each piece
+	ChunkOverhead = recordLen                       // for each chunk
 )
 
 const (
@@ -80,11 +80,11 @@ const (
 	crcLen    = 4 // after a frame
 )
 
-// check holds what a piece found anywhere has to fulfil before memory is
+// check holds what a chunk found anywhere has to fulfil before memory is
 // given to it.
 func (b *Blob) check() error {
 	switch {
-	case b.Raw == 0 || b.Raw > MaxPiece:
+	case b.Raw == 0 || b.Raw > MaxChunk:
 	case b.Packed && (b.Stored <= crcLen || b.Stored >= b.Raw):
 	case !b.Packed && b.Stored != b.Raw:
 	case b.Off < int64(len(headMagic)) || b.Off > 1<<62:
@@ -100,7 +100,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // the limit it never writes, nor allocates, beyond the room it is given.
 var decoder = sync.OnceValues(func() (*zstd.Decoder, error) {
 	return zstd.NewReader(nil, zstd.WithDecoderConcurrency(0), zstd.WithDecodeAllCapLimit(true),
-		zstd.WithDecoderMaxMemory(MaxPiece), zstd.WithDecoderMaxWindow(MaxPiece), zstd.WithDecoderLowmem(true))
+		zstd.WithDecoderMaxMemory(MaxChunk), zstd.WithDecoderMaxWindow(MaxChunk), zstd.WithDecoderLowmem(true))
 })
 
 var buffers = sync.Pool{New: func() any { return new([]byte) }}
@@ -115,7 +115,7 @@ func borrow(n int) *[]byte {
 	return b
 }
 
-// ReadBlob reads one piece and proves it against its ID, or returns ErrCorrupt. It uses the
+// ReadBlob reads one chunk and proves it against its ID, or returns ErrCorrupt. It uses the
 // room of dst if that is enough. b may be hostile.
 func ReadBlob(r io.ReaderAt, b Blob, dst []byte) ([]byte, error) {
 	if err := b.check(); err != nil {

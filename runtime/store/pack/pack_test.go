@@ -40,15 +40,15 @@ func text(seed uint64, n int) []byte {
 	return b
 }
 
-// write makes a pack of the pieces and moves it to its name.
-func write(t testing.TB, dir string, pieces ...[]byte) (string, Info) {
+// write makes a pack of the chunks and moves it to its name.
+func write(t testing.TB, dir string, chunks ...[]byte) (string, Info) {
 	t.Helper()
 	w, err := Create(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer w.Abort()
-	for _, p := range pieces {
+	for _, p := range chunks {
 		if err := w.Add(Sum(p), p); err != nil {
 			t.Fatal(err)
 		}
@@ -98,7 +98,7 @@ func TestRoundTrip(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		n := rapid.IntRange(1, 40).Draw(rt, "pieces")
 		want := map[ID][]byte{}
-		var pieces [][]byte
+		var chunks [][]byte
 		for i := range n {
 			size := rapid.OneOf(rapid.IntRange(1, 100), rapid.IntRange(1, 300<<10)).Draw(rt, "size")
 			p := noise(uint64(i), size)
@@ -106,12 +106,12 @@ func TestRoundTrip(t *testing.T) {
 				p = text(uint64(i), size)
 			}
 			if rapid.IntRange(0, 9).Draw(rt, "again") == 0 && i > 0 {
-				p = pieces[i-1]
+				p = chunks[i-1]
 			}
 			want[Sum(p)] = p
-			pieces = append(pieces, p)
+			chunks = append(chunks, p)
 		}
-		path, info := write(t, dir, pieces...)
+		path, info := write(t, dir, chunks...)
 		defer os.Remove(path)
 		f := openFile(t, path)
 		r, err := Open(f)
@@ -144,8 +144,8 @@ func TestRoundTrip(t *testing.T) {
 }
 
 func TestStoredForms(t *testing.T) {
-	big := text(1, MaxPiece)
-	_, info := write(t, t.TempDir(), big, noise(2, MaxPiece), noise(3, 1), text(4, 4000))
+	big := text(1, MaxChunk)
+	_, info := write(t, t.TempDir(), big, noise(2, MaxChunk), noise(3, 1), text(4, 4000))
 	packed := map[ID]bool{Sum(big): true, Sum(text(4, 4000)): true}
 	for _, b := range info.Blobs {
 		if b.Packed != packed[b.ID] {
@@ -196,11 +196,11 @@ func TestFlips(t *testing.T) {
 }
 
 func TestReadBlobHostile(t *testing.T) {
-	bomb := zstdOf(t, make([]byte, MaxPiece))
+	bomb := zstdOf(t, make([]byte, MaxChunk))
 	id := Sum([]byte("x"))
 	for name, b := range map[string]Blob{
 		"none":           {ID: id, Off: 8},
-		"too large":      {ID: id, Off: 8, Stored: MaxPiece + 1, Raw: MaxPiece + 1},
+		"too large":      {ID: id, Off: 8, Stored: MaxChunk + 1, Raw: MaxChunk + 1},
 		"packed, larger": {ID: id, Off: 8, Stored: 10, Raw: 10, Packed: true},
 		"before":         {ID: id, Off: -1, Stored: 1, Raw: 1},
 		"in the head":    {ID: id, Off: 7, Stored: 1, Raw: 1},
@@ -247,13 +247,13 @@ func TestAddFromMany(t *testing.T) {
 		})
 	}
 	g.Wait()
-	pieces, _ := w.Stats()
+	chunks, _ := w.Stats()
 	info, err := w.Finish()
-	if err != nil || len(info.Blobs) != pieces {
-		t.Fatalf("%d pieces, %d in the pack: %v", pieces, len(info.Blobs), err)
+	if err != nil || len(info.Blobs) != chunks {
+		t.Fatalf("%d chunks, %d in the pack: %v", chunks, len(info.Blobs), err)
 	}
-	if got, err := readAll(openFile(t, info.Temp)); err != nil || len(got) != pieces {
-		t.Fatalf("%d pieces, %d read: %v", pieces, len(got), err)
+	if got, err := readAll(openFile(t, info.Temp)); err != nil || len(got) != chunks {
+		t.Fatalf("%d chunks, %d read: %v", chunks, len(got), err)
 	}
 	if err := w.Add(Sum([]byte("x")), []byte("x")); !errors.Is(err, fault.ErrState) {
 		t.Errorf("add after the end: %v", err)
@@ -270,8 +270,8 @@ func TestWriterLeavesNothing(t *testing.T) {
 		t.Errorf("an empty pack: %+v, %v", info, err)
 	}
 	w, _ = Create(dir)
-	if err := errors.Join(w.Add(Sum(nil), nil), w.Add(ID{}, make([]byte, MaxPiece+1))); !errors.Is(err, fault.ErrInvalid) {
-		t.Errorf("impossible pieces: %v", err)
+	if err := errors.Join(w.Add(Sum(nil), nil), w.Add(ID{}, make([]byte, MaxChunk+1))); !errors.Is(err, fault.ErrInvalid) {
+		t.Errorf("impossible chunks: %v", err)
 	}
 	p := noise(1, 100<<10)
 	if err := w.Add(Sum(p), p); err != nil {
@@ -298,7 +298,7 @@ func TestAddStored(t *testing.T) {
 		stored := bytes.Clone(whole[b.Off:][:b.Stored])
 		stored[len(stored)/2] ^= 4
 		if err := w.AddStored(b, stored); !errors.Is(err, fault.ErrCorrupt) {
-			t.Errorf("a damaged piece (packed %v): %v", b.Packed, err)
+			t.Errorf("a damaged chunk (packed %v): %v", b.Packed, err)
 		}
 		stored[len(stored)/2] ^= 4
 		if err := w.AddStored(b, stored); err != nil {
@@ -311,7 +311,7 @@ func TestAddStored(t *testing.T) {
 	}
 	got, err := readAll(openFile(t, again.Temp))
 	if err != nil || !bytes.Equal(got[Sum(text(1, 5000))], text(1, 5000)) || !bytes.Equal(got[Sum(noise(2, 5000))], noise(2, 5000)) {
-		t.Fatalf("%d pieces: %v", len(got), err)
+		t.Fatalf("%d chunks: %v", len(got), err)
 	}
 }
 

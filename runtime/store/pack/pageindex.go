@@ -10,12 +10,12 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// PageIndex knows in which piece, and where in it, each page of an image is.
+// PageIndex knows in which chunk, and where in it, each page of an image is.
 type PageIndex struct {
 	ids    []ID
-	begins []uint32   // piece -> its first page in hashes
-	hashes []PageHash // of all pages, piece by piece
-	of     []uint32   // page -> its piece
+	begins []uint32   // chunk -> its first page in hashes
+	hashes []PageHash // of all pages, chunk by chunk
+	of     []uint32   // page -> its chunk
 	// find leads from the first half of a hash to the page. Two pages with
 	// the same half are found once: the other is only not shared.
 	find map[uint64]uint32
@@ -25,7 +25,7 @@ type PageIndex struct {
 }
 
 // LoadPageIndex builds the index of an image from its table, which it reads from r to the
-// end, and its recipe; pieces that the recipe does not use are skipped. parts is the
+// end, and its recipe; chunks that the recipe does not use are skipped. parts is the
 // number of parts (Pages.Table) the table was joined from. A malformed table is
 // ErrCorrupt. The hashes are trusted: the table must come from the process that cut the
 // image, for pages are not read again to prove them.
@@ -36,7 +36,7 @@ func LoadPageIndex(r io.Reader, recipe []Segment, parts int) (*PageIndex, error)
 		uses[recipe[i].ID] = struct{}{}
 	}
 	br := bufio.NewReaderSize(r, 64<<10)
-	var rec [33 + piecePages*16]byte
+	var rec [33 + chunkPages*16]byte
 	for {
 		if _, err := io.ReadFull(br, rec[:33]); errors.Is(err, io.EOF) {
 			return x, nil
@@ -44,7 +44,7 @@ func LoadPageIndex(r io.Reader, recipe []Segment, parts int) (*PageIndex, error)
 			return nil, tableError(err)
 		}
 		n := int(rec[32])
-		if n == 0 || n > piecePages {
+		if n == 0 || n > chunkPages {
 			return nil, fmt.Errorf("page table: a piece of %d pages: %w", n, fault.ErrCorrupt)
 		}
 		hashes := rec[33 : 33+n*16]
@@ -71,13 +71,13 @@ func tableError(err error) error {
 	return err
 }
 
-// begin begins a piece.
+// begin begins a chunk.
 func (x *PageIndex) begin(id ID) {
 	x.ids = append(x.ids, id)
 	x.begins = append(x.begins, uint32(len(x.hashes)))
 }
 
-// page adds a page to the piece begun last.
+// page adds a page to the chunk begun last.
 func (x *PageIndex) page(h PageHash) {
 	k := binary.LittleEndian.Uint64(h[:])
 	if _, there := x.find[k]; !there {
@@ -92,18 +92,18 @@ func (x *PageIndex) lookup(h PageHash) (at uint32, there bool) {
 	return at, there && x.hashes[at] == h
 }
 
-// next reports whether a page is followed by another one of the same piece.
+// next reports whether a page is followed by another one of the same chunk.
 func (x *PageIndex) next(at uint32) bool {
 	return int(at)+1 < len(x.of) && x.of[at+1] == x.of[at]
 }
 
-// place returns the piece of a page, and the page's number in it.
-func (x *PageIndex) place(at uint32) (piece, page uint32) {
-	piece = x.of[at]
-	return piece, at - x.begins[piece]
+// place returns the chunk of a page, and the page's number in it.
+func (x *PageIndex) place(at uint32) (chunk, page uint32) {
+	chunk = x.of[at]
+	return chunk, at - x.begins[chunk]
 }
 
-// pages returns the hashes of the i-th piece.
+// pages returns the hashes of the i-th chunk.
 func (x *PageIndex) pages(i int) []PageHash {
 	end := len(x.hashes)
 	if i+1 < len(x.begins) {
@@ -114,7 +114,7 @@ func (x *PageIndex) pages(i int) []PageHash {
 
 func (x *PageIndex) recordLen(i int) int64 { return int64(33 + 16*len(x.pages(i))) }
 
-// record appends the i-th piece's record of a table.
+// record appends the i-th chunk's record of a table.
 func (x *PageIndex) record(b []byte, i int) []byte {
 	pages := x.pages(i)
 	b = append(b, x.ids[i][:]...)

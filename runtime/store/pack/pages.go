@@ -13,7 +13,7 @@ import (
 const (
 	// PageSize is the size of the pages of process images, in bytes.
 	PageSize   = 4096
-	piecePages = 16 // of a piece that CutPages makes: little is kept for the sake of one page that is still in use
+	chunkPages = 16 // of a chunk that CutPages makes: little is kept for the sake of one page that is still in use
 	blockPages = 256
 	maxTables  = 64 // parts of a table before it is written anew
 )
@@ -38,12 +38,12 @@ type Pages struct {
 
 // CutPages reads an image of pages to its end. A page that is in old (nil: no
 // earlier image), or was there before in this image, is only referred to; new
-// ones go to add in pieces of 16, and what is left in the end that is no whole
-// page is a piece by itself. add returns the piece's ID; what it is given is
+// ones go to add in chunks of 16, and what is left in the end that is no whole
+// page is a chunk by itself. add returns the chunk's ID; what it is given is
 // valid until it returns. Memory is some 90 bytes per new page. Errors of r and
 // of add are returned as they are.
 func CutPages(r io.Reader, old *PageIndex, add func(raw []byte) (ID, error)) (Pages, error) {
-	c := &cutting{old: old, add: add, piece: make([]byte, 0, piecePages*PageSize)}
+	c := &cutting{old: old, add: add, chunk: make([]byte, 0, chunkPages*PageSize)}
 	c.new.find = map[uint64]uint32{}
 	if old != nil {
 		c.taken = make([]uint32, len(old.ids))
@@ -132,21 +132,21 @@ func hashPages(r io.Reader, use func(b *block) error) error {
 	return nil
 }
 
-// run is a Segment whose piece may not have its ID yet: piece is an index into
+// run is a Segment whose chunk may not have its ID yet: chunk is an index into
 // cutting.ids.
-type run struct{ piece, off, len uint32 }
+type run struct{ chunk, off, len uint32 }
 
 type cutting struct {
 	old   *PageIndex
 	add   func([]byte) (ID, error)
-	ids   []ID     // every piece that is referred to
-	taken []uint32 // old piece -> 1 + its index in ids; 0: not referred to
+	ids   []ID     // every chunk that is referred to
+	taken []uint32 // old chunk -> 1 + its index in ids; 0: not referred to
 	runs  []run
 	size  int64
 
-	new   PageIndex // the pages of pieces made here; its pieces are numbered as in mine
-	mine  []uint32  // new piece -> its index in ids
-	piece []byte    // what is gathered for the next one
+	new   PageIndex // the pages of chunks made here; its chunks are numbered as in mine
+	mine  []uint32  // new chunk -> its index in ids
+	chunk []byte    // what is gathered for the next one
 
 	last   *PageIndex // where the page before was found, or would be if it had not changed,
 	lastAt uint32     // and which of its pages that is
@@ -211,17 +211,17 @@ func (c *cutting) refer(x *PageIndex, at uint32) {
 	c.extend(n, page*PageSize, PageSize)
 }
 
-func (c *cutting) extend(piece, off, n uint32) {
-	if i := len(c.runs) - 1; i >= 0 && c.runs[i].piece == piece && c.runs[i].off+c.runs[i].len == off {
+func (c *cutting) extend(chunk, off, n uint32) {
+	if i := len(c.runs) - 1; i >= 0 && c.runs[i].chunk == chunk && c.runs[i].off+c.runs[i].len == off {
 		c.runs[i].len += n
 		return
 	}
-	c.runs = append(c.runs, run{piece, off, n})
+	c.runs = append(c.runs, run{chunk, off, n})
 }
 
 // fresh gathers a page that is nowhere yet.
 func (c *cutting) fresh(h PageHash, page []byte) error {
-	if len(c.piece) == 0 {
+	if len(c.chunk) == 0 {
 		c.ids = append(c.ids, ID{}) // flush fills it in
 		c.mine = append(c.mine, uint32(len(c.ids)-1))
 		c.new.begin(ID{})
@@ -233,25 +233,25 @@ func (c *cutting) fresh(h PageHash, page []byte) error {
 	} else {
 		c.last = nil
 	}
-	c.extend(c.mine[len(c.mine)-1], uint32(len(c.piece)), PageSize)
-	c.piece = append(c.piece, page...)
-	if len(c.piece) == cap(c.piece) {
+	c.extend(c.mine[len(c.mine)-1], uint32(len(c.chunk)), PageSize)
+	c.chunk = append(c.chunk, page...)
+	if len(c.chunk) == cap(c.chunk) {
 		return c.flush()
 	}
 	return nil
 }
 
 func (c *cutting) flush() error {
-	if len(c.piece) == 0 {
+	if len(c.chunk) == 0 {
 		return nil
 	}
-	id, err := c.add(c.piece)
+	id, err := c.add(c.chunk)
 	if err != nil {
 		return err
 	}
 	c.ids[c.mine[len(c.mine)-1]] = id
 	c.new.ids[len(c.new.ids)-1] = id
-	c.piece = c.piece[:0]
+	c.chunk = c.chunk[:0]
 	return nil
 }
 
@@ -261,7 +261,7 @@ func (c *cutting) finish() (Pages, error) {
 	}
 	p := Pages{Size: c.size, Segments: make([]Segment, len(c.runs)), Fresh: c.old == nil}
 	for i, r := range c.runs {
-		p.Segments[i] = Segment{ID: c.ids[r.piece], Off: r.off, Len: r.len}
+		p.Segments[i] = Segment{ID: c.ids[r.chunk], Off: r.off, Len: r.len}
 	}
 	if c.old != nil {
 		// Useless records may take as much room as useful ones.

@@ -15,17 +15,17 @@ import (
 
 // shelf is a store in memory.
 type shelf struct {
-	pieces map[ID][]byte
+	chunks map[ID][]byte
 	added  int // raw bytes that were new
 }
 
 func (s *shelf) add(raw []byte) (ID, error) {
 	id := Sum(raw)
-	if s.pieces == nil {
-		s.pieces = map[ID][]byte{}
+	if s.chunks == nil {
+		s.chunks = map[ID][]byte{}
 	}
-	if _, there := s.pieces[id]; !there {
-		s.pieces[id] = bytes.Clone(raw)
+	if _, there := s.chunks[id]; !there {
+		s.chunks[id] = bytes.Clone(raw)
 		s.added += len(raw)
 	}
 	return id, nil
@@ -40,7 +40,7 @@ func (s *shelf) image(t testing.TB, p Pages) []byte {
 	}
 	var b []byte
 	for _, x := range segments {
-		b = append(b, s.pieces[x.ID][x.Off:x.Off+x.Len]...)
+		b = append(b, s.chunks[x.ID][x.Off:x.Off+x.Len]...)
 	}
 	return b
 }
@@ -103,7 +103,7 @@ func TestPagesCost(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !p.Fresh || len(p.Segments) != pages/piecePages {
+	if !p.Fresh || len(p.Segments) != pages/chunkPages {
 		t.Errorf("fresh %v, %d segments", p.Fresh, len(p.Segments))
 	}
 	table, parts := p.Table, 1
@@ -132,7 +132,7 @@ func TestPagesCost(t *testing.T) {
 			table, parts = p.Table, 0
 		}
 		parts++
-		// A piece stays in use for the sake of one page, and its record with it.
+		// A chunk stays in use for the sake of one page, and its record with it.
 		if len(table) > 10*pages*16 || parts > maxTables {
 			t.Fatalf("round %d: the table has %d bytes in %d parts", round, len(table), parts)
 		}
@@ -176,7 +176,7 @@ func TestTablesOfOthers(t *testing.T) {
 		t.Error("a table twice", err)
 	}
 	if x, err := LoadPageIndex(bytes.NewReader(p.Table), nil, 1); err != nil || len(x.hashes) != 0 {
-		t.Error("no piece is used", err)
+		t.Error("no chunk is used", err)
 	}
 	if _, err := LoadPageIndex(&failing{20, errRead}, p.Segments, 1); !errors.Is(err, errRead) {
 		t.Error(err)
@@ -188,8 +188,8 @@ func TestRecipeIsCanonical(t *testing.T) {
 		var segments []Segment
 		var size int64
 		for range rapid.IntRange(0, 50).Draw(rt, "n") {
-			off := rapid.Uint32Range(0, MaxPiece-1).Draw(rt, "off")
-			s := Segment{ID: Sum([]byte{byte(rapid.IntRange(0, 9).Draw(rt, "id"))}), Off: off, Len: rapid.Uint32Range(1, MaxPiece-off).Draw(rt, "len")}
+			off := rapid.Uint32Range(0, MaxChunk-1).Draw(rt, "off")
+			s := Segment{ID: Sum([]byte{byte(rapid.IntRange(0, 9).Draw(rt, "id"))}), Off: off, Len: rapid.Uint32Range(1, MaxChunk-off).Draw(rt, "len")}
 			segments = append(segments, s)
 			size += int64(s.Len)
 		}

@@ -59,7 +59,7 @@ func open(f io.ReaderAt, size int64) (*Reader, error) {
 		return nil, bad("not a pack, or not a whole one")
 	}
 	count := binary.LittleEndian.Uint64(tail[:8])
-	// Each piece has a record and at least one byte.
+	// Each chunk has a record and at least one byte.
 	if room := size - int64(len(headMagic)) - tailLen; count == 0 || count > uint64(room)/(recordLen+1) {
 		return nil, bad("%d pieces are not possible in %d bytes", count, size)
 	}
@@ -85,10 +85,10 @@ func (r *Reader) Name() string { return hex.EncodeToString(r.sum[:]) }
 // Bytes is the size of the file.
 func (r *Reader) Bytes() int64 { return r.size }
 
-// Count returns the number of pieces.
+// Count returns the number of chunks.
 func (r *Reader) Count() int64 { return r.count }
 
-// Each calls fn for every piece, in the order of offsets. It reads and proves
+// Each calls fn for every chunk, in the order of offsets. It reads and proves
 // the footer again as it goes: until it has returned nil, what fn was given may
 // be wrong, though never out of bounds.
 func (r *Reader) Each(fn func(Blob) error) error {
@@ -138,7 +138,7 @@ func early(err error) error {
 	return err
 }
 
-// Blobs lists the pieces, in the order of offsets. It needs 56 bytes for each;
+// Blobs lists the chunks, in the order of offsets. It needs 56 bytes for each;
 // see Each.
 func (r *Reader) Blobs() ([]Blob, error) {
 	var list []Blob

@@ -7,7 +7,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Segment is a run of bytes inside a raw piece.
+// Segment is a run of bytes inside a raw chunk.
 type Segment struct {
 	ID       ID
 	Off, Len uint32 // bytes
@@ -77,25 +77,25 @@ func DecodeRecipe(b []byte, size int64) ([]Segment, error) {
 		return nil, d.err
 	}
 	segments := make([]Segment, 0, count)
-	var piece, used uint64 // used: how many pieces had their first use
+	var chunk, used uint64 // used: how many chunks had their first use
 	for range count {
-		piece += uint64(d.varint())
+		chunk += uint64(d.varint())
 		off, length := d.uvarint(), d.uvarint()
 		switch {
 		case d.err != nil:
 			return nil, d.err
-		case piece > used || piece >= n:
-			return nil, d.fail("piece %d out of order", piece)
-		case length == 0 || length > MaxPiece || off > MaxPiece-length:
+		case chunk > used || chunk >= n:
+			return nil, d.fail("piece %d out of order", chunk)
+		case length == 0 || length > MaxChunk || off > MaxChunk-length:
 			return nil, d.fail("a segment of %d bytes at %d", length, off)
 		}
-		if piece == used {
+		if chunk == used {
 			used++
 		}
 		if size -= int64(length); size < 0 {
 			return nil, d.fail("more bytes than the image has")
 		}
-		segments = append(segments, Segment{ID: ID(ids[piece*32:]), Off: uint32(off), Len: uint32(length)})
+		segments = append(segments, Segment{ID: ID(ids[chunk*32:]), Off: uint32(off), Len: uint32(length)})
 	}
 	switch {
 	case used != n:

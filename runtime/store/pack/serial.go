@@ -9,7 +9,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// Serial writes a pack to a stream, piece by piece: the same pieces in the same
+// Serial writes a pack to a stream, chunk by chunk: the same chunks in the same
 // order are the same bytes, which those of a Writer are not. It compresses more
 // and takes longer. It is not for concurrent use, and after an error of no more use.
 type Serial struct {
@@ -30,12 +30,12 @@ func NewSerial(w io.Writer) (*Serial, error) {
 	return s, s.write([]byte(headMagic))
 }
 
-// Add writes a piece, which must not have been added before. Bytes that are
+// Add writes a chunk, which must not have been added before. Bytes that are
 // not the ID's are ErrCorrupt.
 func (s *Serial) Add(id ID, raw []byte) (Blob, error) {
 	b := Blob{ID: id, Off: s.off, Raw: uint32(len(raw))}
-	if len(raw) == 0 || len(raw) > MaxPiece {
-		return b, fmt.Errorf("a piece of %d bytes; 1 to %d are possible: %w", len(raw), MaxPiece, fault.ErrInvalid)
+	if len(raw) == 0 || len(raw) > MaxChunk {
+		return b, fmt.Errorf("a piece of %d bytes; 1 to %d are possible: %w", len(raw), MaxChunk, fault.ErrInvalid)
 	}
 	if err := prove(b, raw); err != nil {
 		return b, err
@@ -52,7 +52,7 @@ func (s *Serial) Add(id ID, raw []byte) (Blob, error) {
 // Size returns how many bytes are written.
 func (s *Serial) Size() int64 { return s.off }
 
-// Finish writes the footer. A pack has at least one piece. Temp of the Info is empty.
+// Finish writes the footer. A pack has at least one chunk. Temp of the Info is empty.
 func (s *Serial) Finish() (Info, error) {
 	if len(s.blobs) == 0 {
 		return Info{}, fmt.Errorf("a pack without pieces: %w", fault.ErrInvalid)

@@ -12,14 +12,14 @@ import (
 
 // TestSerial holds the packs that are streamed against those that are files.
 func TestSerial(t *testing.T) {
-	pieces := [][]byte{text(1, 70_000), noise(2, 5000), {7}, text(3, MaxPiece)}
+	chunks := [][]byte{text(1, 70_000), noise(2, 5000), {7}, text(3, MaxChunk)}
 	stream := func() ([]byte, Info) {
 		var out bytes.Buffer
 		s, err := NewSerial(&out)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, p := range pieces {
+		for _, p := range chunks {
 			if b, err := s.Add(Sum(p), p); err != nil || b.Off+int64(b.Stored) != s.Size() {
 				t.Fatalf("%+v in %d bytes: %v", b, s.Size(), err)
 			}
@@ -32,7 +32,7 @@ func TestSerial(t *testing.T) {
 	}
 	data, info := stream()
 	if again, _ := stream(); !bytes.Equal(data, again) {
-		t.Error("the same pieces are other bytes")
+		t.Error("the same chunks are other bytes")
 	}
 	path := filepath.Join(t.TempDir(), info.Name)
 	if err := os.WriteFile(path, data, 0o600); err != nil {
@@ -46,9 +46,9 @@ func TestSerial(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, p := range pieces {
+	for _, p := range chunks {
 		if !bytes.Equal(got[Sum(p)], p) {
-			t.Errorf("the piece of %d bytes comes back as %d", len(p), len(got[Sum(p)]))
+			t.Errorf("the chunk of %d bytes comes back as %d", len(p), len(got[Sum(p)]))
 		}
 	}
 }
@@ -59,14 +59,14 @@ func TestSerialErrors(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := s.Finish(); !errors.Is(err, fault.ErrInvalid) {
-		t.Errorf("a pack without pieces: %v", err)
+		t.Errorf("a pack without chunks: %v", err)
 	}
 	if _, err := s.Add(Sum([]byte("a")), []byte("b")); !errors.Is(err, fault.ErrCorrupt) {
-		t.Errorf("another piece than its id's: %v", err)
+		t.Errorf("another chunk than its id's: %v", err)
 	}
-	for _, n := range []int{0, MaxPiece + 1} {
+	for _, n := range []int{0, MaxChunk + 1} {
 		if _, err := s.Add(ID{}, make([]byte, n)); !errors.Is(err, fault.ErrInvalid) {
-			t.Errorf("a piece of %d bytes: %v", n, err)
+			t.Errorf("a chunk of %d bytes: %v", n, err)
 		}
 	}
 	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)

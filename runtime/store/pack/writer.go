@@ -29,13 +29,13 @@ const TempPrefix = "tmp-"
 
 const (
 	maxWorkers = 8
-	maxQueued  = 2 * MaxPiece // raw bytes that were taken and are not yet written
+	maxQueued  = 2 * MaxChunk // raw bytes that were taken and are not yet written
 	writeback  = 16 << 20     // bytes after which the kernel is asked to begin to write
 )
 
 // Info describes a finished pack.
 type Info struct {
-	Temp  string // where it lies; the caller moves it to its name. Empty: there was no piece, and there is no file
+	Temp  string // where it lies; the caller moves it to its name. Empty: there was no chunk, and there is no file
 	Name  string // 64 hex digits
 	Bytes int64  // size of the file
 	Blobs []Blob // in the order of offsets; a caller that changes it can no longer query the Writer
@@ -53,7 +53,7 @@ type Writer struct {
 
 	mu    sync.Mutex
 	ended bool
-	blobs blobSet // in the order of adding; where a piece lies is known once it is written
+	blobs blobSet // in the order of adding; where a chunk lies is known once it is written
 	err   error   // the first one; it ends all further work
 
 	out  sync.Mutex // what follows; never taken together with mu
@@ -84,14 +84,14 @@ func Create(dir string) (*Writer, error) {
 	return &Writer{dir: dir, room: semaphore.NewWeighted(maxQueued)}, nil
 }
 
-// Add takes a piece, of which id is the Sum; the caller has computed it, so Add does not. raw may be
-// reused when Add returns. A piece that was added already is left out. An error may be that of an
-// earlier piece, and after one the pack cannot be finished.
+// Add takes a chunk, of which id is the Sum; the caller has computed it, so Add does not. raw may be
+// reused when Add returns. A chunk that was added already is left out. An error may be that of an
+// earlier chunk, and after one the pack cannot be finished.
 func (w *Writer) Add(id ID, raw []byte) error {
-	return w.add(Blob{ID: id, Raw: uint32(min(len(raw), MaxPiece+1))}, raw, false)
+	return w.add(Blob{ID: id, Raw: uint32(min(len(raw), MaxChunk+1))}, raw, false)
 }
 
-// AddStored takes a piece as it lies in another pack: the b.Stored bytes that
+// AddStored takes a chunk as it lies in another pack: the b.Stored bytes that
 // b describes. They are proven first; ErrCorrupt means that they are not it.
 func (w *Writer) AddStored(b Blob, stored []byte) error {
 	if b.Off = int64(len(headMagic)); len(stored) != int(b.Stored) {
@@ -119,8 +119,8 @@ func (w *Writer) AddStored(b Blob, stored []byte) error {
 }
 
 func (w *Writer) add(b Blob, p []byte, stored bool) error {
-	if b.Raw == 0 || b.Raw > MaxPiece {
-		return fmt.Errorf("a piece of %d bytes; 1 to %d are possible: %w", len(p), MaxPiece, fault.ErrInvalid)
+	if b.Raw == 0 || b.Raw > MaxChunk {
+		return fmt.Errorf("a piece of %d bytes; 1 to %d are possible: %w", len(p), MaxChunk, fault.ErrInvalid)
 	}
 	w.mu.Lock()
 	err := w.err
@@ -180,7 +180,7 @@ func (w *Writer) start() error {
 	return nil
 }
 
-// do stores one piece. It returns room for the next one's frame.
+// do stores one chunk. It returns room for the next one's frame.
 func (w *Writer) do(j job, room []byte) []byte {
 	p := *j.raw
 	defer w.room.Release(int64(len(p)))
@@ -228,26 +228,26 @@ func (w *Writer) put(b *Blob, p []byte) error {
 	return nil
 }
 
-// Has reports whether the piece was added.
+// Has reports whether the chunk was added.
 func (w *Writer) Has(id ID) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.blobs.find(id) >= 0
 }
 
-// Stats returns how many pieces were added, and how many bytes of the file are written.
-func (w *Writer) Stats() (pieces int, bytes int64) {
+// Stats returns how many chunks were added, and how many bytes of the file are written.
+func (w *Writer) Stats() (chunks int, bytes int64) {
 	w.mu.Lock()
-	pieces = len(w.blobs.list)
+	chunks = len(w.blobs.list)
 	w.mu.Unlock()
 	w.out.Lock()
 	defer w.out.Unlock()
-	return pieces, w.off
+	return chunks, w.off
 }
 
 // Finish waits for the workers, writes the footer and makes the file durable.
 // The directory is the caller's to sync, after it has moved the file to its
-// name. Without any piece there is no file, and Info is empty. On an error
+// name. Without any chunk there is no file, and Info is empty. On an error
 // Abort is still to be called.
 func (w *Writer) Finish() (Info, error) {
 	if err := w.end(); err != nil {
@@ -320,14 +320,14 @@ func (w *Writer) Abort() error {
 }
 
 // newEncoder returns an encoder of frames as they lie in packs. The IDs prove
-// the pieces: no checksum of zstd's own.
+// the chunks: no checksum of zstd's own.
 func newEncoder(level zstd.EncoderLevel, workers int) (*zstd.Encoder, error) {
 	return zstd.NewWriter(nil, zstd.WithEncoderLevel(level), zstd.WithEncoderConcurrency(workers), zstd.WithEncoderCRC(false),
 		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
 }
 
-// compress makes the frame of a piece, in room if it is enough, and reports whether to store it
-// in place of the piece: a gain of less than a sixteenth is not worth the time of every
+// compress makes the frame of a chunk, in room if it is enough, and reports whether to store it
+// in place of the chunk: a gain of less than a sixteenth is not worth the time of every
 // reader.
 func compress(enc *zstd.Encoder, raw, room []byte) (frame []byte, packed bool) {
 	frame = enc.EncodeAll(raw, room[:0])

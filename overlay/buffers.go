@@ -12,11 +12,11 @@ const copyBuf = 1 << 20
 
 var buffers = sync.Pool{New: func() any { return new([copyBuf]byte) }}
 
-// inPieces moves size bytes from fill to use in pieces of at most copyBuf. More
-// than one piece is filled in a goroutine of its own, a little ahead, so that
+// inBuffers moves size bytes from fill to use, at most copyBuf at a time. More
+// than one buffer is filled in a goroutine of its own, a little ahead, so that
 // reading overlaps with hashing and writing. fill fills all it is given; when
-// inPieces returns, neither is running any more.
-func inPieces(size int64, fill, use func(p []byte) error) error {
+// inBuffers returns, neither is running any more.
+func inBuffers(size int64, fill, use func(p []byte) error) error {
 	if size <= copyBuf {
 		buf := buffers.Get().(*[copyBuf]byte)
 		defer buffers.Put(buf)
@@ -26,17 +26,17 @@ func inPieces(size int64, fill, use func(p []byte) error) error {
 		}
 		return use(p)
 	}
-	type piece struct {
+	type filled struct {
 		buf *[copyBuf]byte
 		n   int
 		err error
 	}
-	full := make(chan piece, 2)
+	full := make(chan filled, 2)
 	stop := make(chan struct{})
 	guard.Go(func() {
 		defer close(full)
 		for left := size; left > 0; {
-			p := piece{buf: buffers.Get().(*[copyBuf]byte), n: int(min(left, copyBuf))}
+			p := filled{buf: buffers.Get().(*[copyBuf]byte), n: int(min(left, copyBuf))}
 			p.err = guard.Do(func() error { return fill(p.buf[:p.n]) })
 			left -= int64(p.n)
 			select {
@@ -64,7 +64,7 @@ func inPieces(size int64, fill, use func(p []byte) error) error {
 	return err
 }
 
-// fileReader returns a fill for inPieces that reads a file's data.
+// fileReader returns a fill for inBuffers that reads a file's data.
 func fileReader(ctx context.Context, fd int, e *Entry) func(p []byte) error {
 	spans := e.spans()
 	var at int64 // in the first of spans

@@ -22,9 +22,9 @@ import (
 	"github.com/agentbox/agentbox/runtime/store/pack"
 )
 
-// Pieces of a byte are kept at hand within the same bound as others.
-func TestTinyPiecesAtHand(t *testing.T) {
-	p := newPieces(nil)
+// Chunks of a byte are kept at hand within the same bound as others.
+func TestTinyChunksAtHand(t *testing.T) {
+	p := newChunks(nil)
 	ready := make(chan struct{})
 	close(ready)
 	for i := range uint32(300_000) {
@@ -34,11 +34,11 @@ func TestTinyPiecesAtHand(t *testing.T) {
 		p.keep(d)
 	}
 	if n := p.recent.Len(); n != len(p.decoded) || n > maxDecoded/decodedCost || n < 100_000 {
-		t.Errorf("%d pieces are at hand, %d are listed", len(p.decoded), n)
+		t.Errorf("%d chunks are at hand, %d are listed", len(p.decoded), n)
 	}
 }
 
-// A stored piece is not stored again, and the records say so.
+// A stored chunk is not stored again, and the records say so.
 func TestOnlyWhatIsNew(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
@@ -114,7 +114,7 @@ func TestRecipeTooLong(t *testing.T) {
 	if second.Added > first.Added/2 {
 		t.Fatalf("%d bytes after %d", second.Added, first.Added)
 	}
-	maxRecipe = 3000 // enough for 64 pieces in a row
+	maxRecipe = 3000 // enough for 64 chunks in a row
 	third := taken(t, s, c, data)
 	if third.Added < first.Added/3 || third.Added < 2*second.Added {
 		t.Errorf("%d bytes", third.Added)
@@ -145,7 +145,7 @@ func TestDraftsSideBySide(t *testing.T) {
 	must(t, err)
 	must(t, two.Close())
 	same(t, s, done.ID, data)
-	// Pieces that it wrote as well lie there twice, or in the very same pack.
+	// Chunks that it wrote as well lie there twice, or in the very same pack.
 	late, err := three.Commit(ctx, describe())
 	must(t, err)
 	must(t, three.Close())
@@ -154,13 +154,13 @@ func TestDraftsSideBySide(t *testing.T) {
 	tidy(t, s)
 }
 
-// The same piece in two packs of one name: a draft that fails does not take the pack from
+// The same chunk in two packs of one name: a draft that fails does not take the pack from
 // the one that succeeded.
 func TestSamePack(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
-	data := content{files: map[string][]byte{}} // one piece: the list
+	data := content{files: map[string][]byte{}} // one chunk: the list
 	begin := func(name string) *Draft {
 		d, err := s.BeginCheckpoint(ctx, of(b, name, KindFiles))
 		must(t, err)
@@ -185,7 +185,7 @@ func TestSamePack(t *testing.T) {
 	tidy(t, s)
 }
 
-// A pack that is gone is not relied upon: its pieces are stored anew, and with
+// A pack that is gone is not relied upon: its chunks are stored anew, and with
 // them the old checkpoints are whole again.
 func TestLostPackHeals(t *testing.T) {
 	s := open(t, t.TempDir())
@@ -230,7 +230,7 @@ func treeOf(ctx context.Context, s *Store, b Sandbox, list []overlay.Entry) (Che
 		c, err = d.Commit(ctx, describe())
 	}
 	tree := d.trees[0]
-	tree.Pieces = d.lines[0]
+	tree.Chunks = d.lines[0]
 	return c, tree, errors.Join(err, d.Abort(ctx, err))
 }
 
@@ -245,15 +245,15 @@ func TestListsAreCut(t *testing.T) {
 	}
 	one, tree, err := treeOf(ctx, s, b, list)
 	must(t, err)
-	if n := tree.Bytes / int64(len(tree.Pieces)); n < 8<<10 || n > 32<<10 {
-		t.Errorf("%d bytes in %d pieces", tree.Bytes, len(tree.Pieces))
+	if n := tree.Bytes / int64(len(tree.Chunks)); n < 8<<10 || n > 32<<10 {
+		t.Errorf("%d bytes in %d pieces", tree.Bytes, len(tree.Chunks))
 	}
 	r, err := s.OpenCheckpoint(ctx, one.ID)
 	must(t, err)
-	for i, p := range tree.Pieces {
-		raw, err := r.Piece(ctx, p.Digest)
+	for i, p := range tree.Chunks {
+		raw, err := r.Chunk(ctx, p.Digest)
 		must(t, err)
-		if raw[len(raw)-1] != '\n' || len(raw) > maxLines || len(raw) < minLines && i < len(tree.Pieces)-1 {
+		if raw[len(raw)-1] != '\n' || len(raw) > maxLines || len(raw) < minLines && i < len(tree.Chunks)-1 {
 			t.Fatalf("piece %d of %d bytes ends with %q", i, len(raw), raw[len(raw)-1])
 		}
 	}
@@ -265,20 +265,20 @@ func TestListsAreCut(t *testing.T) {
 	if two.Added > one.Added/15 {
 		t.Errorf("two lines cost %d bytes of %d", two.Added, one.Added)
 	}
-	// A line longer than any piece.
+	// A line longer than any chunk.
 	big := overlay.Entry{Path: "z", Type: overlay.TypeDir, Xattrs: map[string]string{}}
 	for i := range 60 {
 		big.Xattrs[fmt.Sprint("user.", i)] = strings.Repeat(fmt.Sprint(i), 30_000)
 	}
 	long, tree, err := treeOf(ctx, s, b, append(list, big))
 	must(t, err)
-	if len(tree.Pieces) < 3 {
+	if len(tree.Chunks) < 3 {
 		t.Error("not cut")
 	}
 	must(t, s.VerifyCheckpoint(ctx, long.ID))
 }
 
-// pull copies a checkpoint from one store to another, piece by piece.
+// pull copies a checkpoint from one store to another, chunk by chunk.
 func pull(ctx context.Context, from, to *Store, id string, spare int) (Checkpoint, error) {
 	r, err := from.OpenCheckpoint(ctx, id)
 	if err != nil {
@@ -291,15 +291,15 @@ func pull(ctx context.Context, from, to *Store, id string, spare int) (Checkpoin
 		return Checkpoint{}, err
 	}
 	n := 0
-	err = r.Pieces(ctx, func(digest string, raw int64) error {
+	err = r.Chunks(ctx, func(digest string, raw int64) error {
 		if n++; n == spare {
 			return nil
 		}
-		b, err := r.Piece(ctx, digest)
+		b, err := r.Chunk(ctx, digest)
 		if err == nil && int64(len(b)) != raw {
 			err = fmt.Errorf("%s has %d bytes, not %d", digest, len(b), raw)
 		}
-		return errors.Join(err, d.PutPiece(ctx, digest, b))
+		return errors.Join(err, d.PutChunk(ctx, digest, b))
 	})
 	var c Checkpoint
 	if err == nil {
@@ -319,9 +319,9 @@ func TestCommitAs(t *testing.T) {
 	must(t, err)
 	total := 0
 	last := ""
-	must(t, r.Pieces(ctx, func(digest string, _ int64) error {
+	must(t, r.Chunks(ctx, func(digest string, _ int64) error {
 		if total++; digest <= last {
-			t.Fatal("a piece out of order, or twice")
+			t.Fatal("a chunk out of order, or twice")
 		}
 		last = digest
 		return nil
@@ -460,9 +460,9 @@ func TestManySmallFiles(t *testing.T) {
 			data := make([]byte, 4096)
 			for i := w; i < n; i += 2 {
 				binary.LittleEndian.PutUint32(data, uint32(i))
-				digest, pieces, err := d.Sink().Data(ctx, 4096, bytes.NewReader(data))
-				if err != nil || pieces != nil {
-					t.Error(err, pieces)
+				digest, chunks, err := d.Sink().Data(ctx, 4096, bytes.NewReader(data))
+				if err != nil || chunks != nil {
+					t.Error(err, chunks)
 					return
 				}
 				list[i+1] = overlay.Entry{Path: fmt.Sprintf("f%05d", i), Type: overlay.TypeFile, Size: 4096, Digest: digest}
@@ -524,7 +524,7 @@ func TestPutCollection(t *testing.T) {
 		if i == 0 {
 			err = d.PutTree(ctx, 0, func(fn func(overlay.Entry) error) error { return overlay.Collection(memory, fn) })
 		} else {
-			_, err = d.PutCollection(ctx, 0, memory, trees[0].Pieces)
+			_, err = d.PutCollection(ctx, 0, memory, trees[0].Chunks)
 		}
 		must(t, err)
 		trees[i], needs[i] = d.trees[0], slices.Clone(d.need.list())
@@ -535,6 +535,6 @@ func TestPutCollection(t *testing.T) {
 		}
 	}
 	if !reflect.DeepEqual(trees[0], trees[1]) || !slices.Equal(needs[0], needs[1]) {
-		t.Errorf("%+v needs %d pieces, %+v %d", trees[0], len(needs[0]), trees[1], len(needs[1]))
+		t.Errorf("%+v needs %d chunks, %+v %d", trees[0], len(needs[0]), trees[1], len(needs[1]))
 	}
 }

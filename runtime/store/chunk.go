@@ -18,16 +18,16 @@ import (
 
 const (
 	maxOpenPacks = 64
-	maxDecoded   = 64 << 20 // bytes of decoded pieces that are kept
+	maxDecoded   = 64 << 20 // bytes of decoded chunks that are kept
 	decodedCost  = 400      // bytes that each takes beside its data: those of a million tiny files are many
 )
 
-// pieces reads pieces through the index. It is safe for concurrent use. Packs
-// stay open and decoded pieces stay at hand, the ones used last of each.
-type pieces struct {
+// chunks reads chunks through the index. It is safe for concurrent use. Packs
+// stay open and decoded chunks stay at hand, the ones used last of each.
+type chunks struct {
 	x *index
 
-	// own are the pieces of packs that are not in the index yet.
+	// own are the chunks of packs that are not in the index yet.
 	own map[pack.ID]ownPlace
 
 	mu      sync.Mutex
@@ -58,13 +58,13 @@ type decoded struct {
 	err   error
 }
 
-func newPieces(x *index) *pieces {
-	return &pieces{x: x, files: map[string]*packFile{}, decoded: map[pack.ID]*list.Element{}}
+func newChunks(x *index) *chunks {
+	return &chunks{x: x, files: map[string]*packFile{}, decoded: map[pack.ID]*list.Element{}}
 }
 
-// read returns a piece, proven. It returns ErrCorrupt for a piece that is missing or
+// read returns a chunk, proven. It returns ErrCorrupt for a chunk that is missing or
 // damaged. Callers must not change the returned slice.
-func (p *pieces) read(ctx context.Context, id pack.ID) ([]byte, error) {
+func (p *chunks) read(ctx context.Context, id pack.ID) ([]byte, error) {
 	for {
 		if err := ctx.Err(); err != nil {
 			return nil, context.Cause(ctx)
@@ -97,8 +97,8 @@ func (p *pieces) read(ctx context.Context, id pack.ID) ([]byte, error) {
 	}
 }
 
-// keep makes room for a piece that was just loaded, and drops a failure.
-func (p *pieces) keep(d *decoded) {
+// keep makes room for a chunk that was just loaded, and drops a failure.
+func (p *chunks) keep(d *decoded) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if d.err != nil {
@@ -125,8 +125,8 @@ func (p *pieces) keep(d *decoded) {
 	}
 }
 
-// foresee asks the index at once for what is about to be read in many pieces.
-func (p *pieces) foresee(ctx context.Context, segs []pack.Segment) error {
+// foresee asks the index at once for what is about to be read in many chunks.
+func (p *chunks) foresee(ctx context.Context, segs []pack.Segment) error {
 	ids := make([]pack.ID, len(segs))
 	for i := range segs {
 		ids[i] = segs[i].ID
@@ -139,7 +139,7 @@ func (p *pieces) foresee(ctx context.Context, segs []pack.Segment) error {
 	return err
 }
 
-func (p *pieces) load(ctx context.Context, id pack.ID) ([]byte, error) {
+func (p *chunks) load(ctx context.Context, id pack.ID) ([]byte, error) {
 	p.mu.Lock()
 	at, ok := p.places[id]
 	p.mu.Unlock()
@@ -165,8 +165,8 @@ func (p *pieces) load(ctx context.Context, id pack.ID) ([]byte, error) {
 	return p.loadPlace(ctx, at, nil)
 }
 
-// loadPlace reads a piece from where the index says that it is.
-func (p *pieces) loadPlace(ctx context.Context, at place, dst []byte) ([]byte, error) {
+// loadPlace reads a chunk from where the index says that it is.
+func (p *chunks) loadPlace(ctx context.Context, at place, dst []byte) ([]byte, error) {
 	row, _, err := p.x.pack(ctx, at.pack)
 	if err != nil {
 		return nil, err
@@ -181,7 +181,7 @@ func (p *pieces) loadPlace(ctx context.Context, at place, dst []byte) ([]byte, e
 	return b, nil
 }
 
-func (p *pieces) loadBlob(path string, b pack.Blob, dst []byte) ([]byte, error) {
+func (p *chunks) loadBlob(path string, b pack.Blob, dst []byte) ([]byte, error) {
 	f, err := p.open(path)
 	if err != nil {
 		return nil, missing("it", err)
@@ -191,7 +191,7 @@ func (p *pieces) loadBlob(path string, b pack.Blob, dst []byte) ([]byte, error) 
 }
 
 // open returns a pack's file; done gives it back.
-func (p *pieces) open(path string) (*packFile, error) {
+func (p *chunks) open(path string) (*packFile, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if f := p.files[path]; f != nil {
@@ -223,7 +223,7 @@ func (p *pieces) open(path string) (*packFile, error) {
 	return f, nil
 }
 
-func (p *pieces) done(f *packFile) {
+func (p *chunks) done(f *packFile) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if f.uses--; f.uses == 0 && f.at == nil {
@@ -232,7 +232,7 @@ func (p *pieces) done(f *packFile) {
 }
 
 // drop closes a file, at once or by its last user.
-func (p *pieces) drop(f *packFile) {
+func (p *chunks) drop(f *packFile) {
 	p.opened.Remove(f.at)
 	delete(p.files, f.path)
 	if f.at = nil; f.uses == 0 {
@@ -241,7 +241,7 @@ func (p *pieces) drop(f *packFile) {
 }
 
 // close lets go of everything. Reads that are under way still end well.
-func (p *pieces) close() {
+func (p *chunks) close() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, f := range p.files {
@@ -251,12 +251,12 @@ func (p *pieces) close() {
 	p.recent.Init()
 }
 
-// segments are whole pieces one after the other.
-func segments(list []overlay.Piece) ([]pack.Segment, error) {
+// segments are whole chunks one after the other.
+func segments(list []overlay.Chunk) ([]pack.Segment, error) {
 	s := make([]pack.Segment, len(list))
 	for i, x := range list {
 		id, err := pack.ParseID(x.Digest)
-		if err != nil || x.Len <= 0 || x.Len > pack.MaxPiece {
+		if err != nil || x.Len <= 0 || x.Len > pack.MaxChunk {
 			return nil, fmt.Errorf("piece %.80q of %d bytes: %w", x.Digest, x.Len, fault.ErrCorrupt)
 		}
 		s[i] = pack.Segment{ID: id, Len: uint32(x.Len)}
