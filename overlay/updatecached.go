@@ -1,6 +1,7 @@
 package overlay
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -14,6 +15,74 @@ import (
 // its file cache is also the list of what is wanted:
 //
 //	ProveCache and PlanUpdateCached, side by side -> Stage -> Apply -> CheckCached -> CachePatch.Write
+
+// ProveCache proves the file cache, and reports whether it holds the very tree of
+// which wants are the chunks. One that is not there is ErrNotFound, a damaged one
+// ErrCorrupt.
+func ProveCache(cache string, wants []Chunk) (bool, error) {
+	m, err := openCache(cache)
+	if err != nil {
+		return false, err
+	}
+	defer m.close()
+	h := blake3.New()
+	if _, err := io.Copy(h, io.NewSectionReader(m.f, 0, int64(cacheHeader))); err != nil {
+		return false, fmt.Errorf("file cache: %w", err)
+	}
+	r := m.reader()
+	body := io.TeeReader(io.NewSectionReader(m.f, int64(cacheHeader), m.end-int64(cacheHeader)), h)
+	r.r.Reset(body)
+	k := cachedTree{r: r, chunks: wants}
+	for err == nil {
+		err = k.next()
+	}
+	same := err == io.EOF
+	if !same && err != errUneven {
+		return false, err
+	}
+	if _, err := io.Copy(io.Discard, r.r); err != nil {
+		return false, fmt.Errorf("file cache: %w", err)
+	}
+	if !bytes.Equal(h.Sum(nil), m.sum[:]) {
+		return false, damaged("it is not what was written")
+	}
+	return same, nil
+}
+
+// cachedTree proves that the lines of a file cache are these chunks.
+type cachedTree struct {
+	r      *recordReader
+	chunks []Chunk
+	buf    []byte // of the current chunk
+}
+
+// next proves the next chunk.
+func (k *cachedTree) next() error {
+	k.buf = k.buf[:0]
+	for {
+		if err := k.r.next(); err != nil {
+			return err
+		}
+		r := k.r.cur
+		switch {
+		case r != nil && r.flags()&flagHole != 0:
+			continue
+		case r == nil && len(k.chunks) == 0 && len(k.buf) == 0:
+			return io.EOF
+		case r == nil || len(k.chunks) == 0 || len(k.buf) > maxLine:
+			return errUneven
+		}
+		k.buf = append(append(k.buf, r.line()...), '\n')
+		if int64(len(k.buf)) < k.chunks[0].Len {
+			continue
+		}
+		if digestOf(k.buf) != k.chunks[0].Digest {
+			return errUneven
+		}
+		k.chunks = k.chunks[1:]
+		return nil
+	}
+}
 
 // PlanUpdateCached is a Collect of dir and PlanUpdate in one, for when the file cache
 // of dir holds the very tree that is wanted, as ProveCache reports. What the cache says
