@@ -3,13 +3,15 @@
 //
 // An image is what the rest of the world takes for one: its identity is the
 // digest of its configuration, which names its layers by the digests of their
-// tars. A layer is unpacked once, below that digest, whatever images have it.
+// tars. A layer is unpacked once, below that digest, whatever images have it and
+// whatever lies below it; the few directories that a tar leaves to the layer below
+// get a layer of their own on top.
 //
 //	pull    source.Open -> for each layer that is not here: fetch -> decompress -> layer.Unpack -> digest -> rename -> record
 //	import  tree.Extract or tree.Clone -> layer.Seal -> rename -> record
 //
 // Layers are made in tmp and published by one rename, once all of it is on disk and its digest is
-// verified; records and names follow. Until then nothing uses what a source has left. A sandbox
+// verified (one syncfs for all layers that wait); records and names follow. Until then nothing uses what a source has left. A sandbox
 // pins the image's digest, so a name may come to mean another image while the sandbox exists.
 //
 // On disk, below ROOT/images, everything 0700:

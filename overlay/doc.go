@@ -13,6 +13,12 @@
 //	                 |                                               |
 //	                 +--TreeWriter--> JSON lines --Verify/Compare----+
 //
+// That carries a tree elsewhere. A checkpoint and a restore of one directory move only what
+// differs. Collect lists the directory into a file cache (filecache.go), with which the next
+// Collect reads only what has changed since. An Update makes a directory what a list says:
+//
+//	Collect -> PlanUpdate -> Stage (while the directory is in use) -> Apply (while it is not) -> Check
+//
 // One scan (scan.go) feeds Capture and Walk: a single goroutine lists
 // directories in order, a few workers read inodes and small files ahead, and
 // the consumer sees entries in one fixed order, that of ComparePaths. Memory

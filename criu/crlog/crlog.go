@@ -1,14 +1,13 @@
-// Package crlog reads CRIU's log of a dump or restore that failed and says why
-// in words.
+// Package crlog explains why a dump or restore failed: Diagnose reads CRIU's log and returns the
+// cause in words, with a hint.
 //
-// CRIU reports through its log only; the RPC answer that the OCI runtime
-// passes on is "criu failed: type NOTIFY errno 0". The log has several errors,
-// most of them consequences, so a table ranks what is known; a line that no
-// rule knows is reported as it stands. The text comes from processes that may
-// be hostile (paths, names), so it is bounded and made printable.
+// CRIU reports errors in its log only; the RPC answer that the OCI runtime passes on is "criu
+// failed: type NOTIFY errno 0". The log has several errors, most of them consequences, so a table
+// ranks the known ones; a line that no rule knows is reported as it stands. The text comes from
+// processes that may be hostile (paths, names), so it is bounded and made printable.
 //
-// The package is apart from package criu because the OCI runtime wrapper needs
-// it and must start in a few milliseconds.
+// It is separate from package criu because the OCI runtime wrapper needs it too, and must start
+// in a few milliseconds.
 package crlog
 
 import (

@@ -1,5 +1,6 @@
-// Package cut blocks a network namespace's packets with an nftables table inside it. Devices,
-// addresses and routes stay as they are, and traffic over lo passes.
+// Package cut blocks all packets of a network namespace, with an nftables table inside it:
+// Begin adds the table, End removes it. Devices, addresses and routes stay as they are, and
+// traffic over lo passes.
 package cut
 
 import (

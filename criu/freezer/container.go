@@ -1,8 +1,10 @@
-// Package freezer stops the processes of a container, and lets them go on, by
-// the container's cgroup and without its OCI runtime. That takes a fraction of
-// a millisecond where a call of the runtime takes tens of them, and it leaves
-// nothing behind that would still freeze after its caller was killed. The
-// runtimes read paused or not from the same cgroup, so what they say stays true.
+// Package freezer freezes and thaws the processes of a container by its cgroup, without its OCI
+// runtime. That takes a fraction of a millisecond, where a call of the runtime takes tens. It
+// leaves nothing behind that would still freeze after its caller was killed. The runtimes read
+// the state from the same cgroup, so what they report stays true.
+//
+// Open and Of find a Container, by the runtime's state or by a process; Freeze and Thaw are its
+// methods. A Tracee is one thread of a frozen container in which system calls can be run.
 package freezer
 
 import (

@@ -1,8 +1,9 @@
-// Package host knows the machine as a dump or restore needs it: where the
-// programs are, and what a restore that was killed leaves mounted.
+// Package host finds the programs that a dump or restore needs (Find), and clears up what a
+// killed restore leaves on the host: its mounts (SweepRestore), its processes (EndOrphans) and
+// its directories in /tmp (SweepTemp).
 //
-// It is apart from package criu because the OCI runtime wrapper, which must
-// start in a few milliseconds, needs it too.
+// It is separate from package criu because the OCI runtime wrapper needs it too, and must start
+// in a few milliseconds.
 package host
 
 import (

@@ -9,7 +9,6 @@
 //
 // The wrapper imports this package and starts for every call of an engine, so the package does
 // without those that decode images.
-// package of decoded images is needed here.
 package lsm
 
 import (

@@ -9,7 +9,8 @@
 //
 // Unpack fills it while it digests the stream. Pack makes the very same stream
 // again, byte by byte, so that its digest proves the files; Verify does that and
-// compares what the headers say with what is on disk.
+// compares what the headers say with what is on disk. The frame costs the tar's
+// headers, compressed.
 //
 // Streams are hostile: tree.Extract contains them, and all that grows with
 // their size is bounded.

@@ -1,6 +1,6 @@
-// Package gclater has the garbage collector begin at 64 MiB instead of 4, from
-// before most other packages are initialised on: most verbs are done before that.
-// After its first round it goes on as always.
+// Package gclater, when imported, makes the first garbage collection happen at 64 MiB of heap
+// instead of 4. Most verbs end before that. After the first collection the pace is Go's own.
+// It must be initialised before most other packages.
 package gclater
 
 import (

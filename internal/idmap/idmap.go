@@ -1,5 +1,5 @@
-// Package idmap maps the user and group ids of a sandbox's user namespace to
-// the host's.
+// Package idmap maps the user and group ids of a sandbox's user namespace to the host's, and
+// the ids inside of extended attributes likewise. A nil *Map stands for ids that are the same on both sides.
 package idmap
 
 import (

@@ -1,5 +1,5 @@
-// Package lazy makes what most commands never use when it is first used: agentbox
-// is one program of many verbs, each of which waits for all that is made at its start.
+// Package lazy postpones work at program start: Regexp compiles a pattern at its first use.
+// All verbs share one program, and most verbs need few of its patterns.
 package lazy
 
 import (

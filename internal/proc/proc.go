@@ -1,5 +1,6 @@
-// Package proc reads /proc/PID/stat, of which each reader wants some fields, and which each
-// gets wrong in the same way: a process chooses its own name, which is in it.
+// Package proc parses /proc/PID/stat: Read for a process, ReadThread for a thread. The file
+// contains the name of the process, which the process itself chooses; the parser does not
+// trust it.
 package proc
 
 import (

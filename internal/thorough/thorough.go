@@ -1,5 +1,6 @@
-// Package thorough tells tests how much to try: `make test` has to end soon,
-// `make test-long` tries all that can be tried; and how long to wait.
+// Package thorough scales tests: `make test` must end soon, `make test-long` tries everything.
+// Asked reports whether it is the latter, Checks limits the rounds of a random test otherwise,
+// and Patience is the factor by which time limits are longer on slow machines.
 package thorough
 
 import (

@@ -1,4 +1,5 @@
-// Package undo takes back what a verb of several steps has done when it fails.
+// Package undo takes back the steps of a verb that fails. A verb adds to a Stack, after each
+// step, how to reverse it; Run reverses them, the last one first.
 package undo
 
 import (

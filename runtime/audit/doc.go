@@ -7,6 +7,7 @@
 // The records are in ROOT/audit: lines of JSON in segments, each named by the
 // sequence number of its first. A record has the hash of the one before it, and
 // its own: SHA-256, in hexadecimal, of its line up to (and without) `,"hash":`.
+// sed and sha256sum can check that; it does not depend on how JSON is written.
 // So a record that was changed, removed, inserted or moved is found. That the last
 // ones are gone is found by the file head, which has the number and the hash of
 // the last record that is known to be on the disk, or by a hash that was noted

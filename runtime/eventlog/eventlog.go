@@ -1,6 +1,6 @@
-// Package eventlog keeps what happened to a sandbox in files: a JSON object a line, the newest
-// 1 to 2 MiB of them. Several processes may write a log, and any number may read it, at the
-// same time.
+// Package eventlog stores the events of a sandbox: a file with one JSON object a line, of which
+// the newest 1 to 2 MiB are kept. Append writes an event; a Reader reads them and continues where
+// it stopped. Several processes may write a log and any number may read it, at the same time.
 package eventlog
 
 import (

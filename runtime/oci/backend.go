@@ -22,7 +22,8 @@
 // Data flows caller <-> conmon's attach socket <-> conmon <-> the container's
 // pipes or pseudo-terminal, and from conmon into the log. Conmon outlives
 // agentbox; when the container has ended it runs `agentbox reap <id>`, which
-// comes back as Stop and frees what the container held.
+// comes back as Stop and frees what the container held. Conmon is small and
+// proven, and treats our wrapper as any runtime.
 package oci
 
 import (

@@ -1,6 +1,5 @@
-// Package apparmor finds the AppArmor profile of a sandbox: the one that every container
-// engine has by default, loaded under our name where the kernel has AppArmor, or one that
-// was requested.
+// Package apparmor finds the AppArmor profile of a sandbox: Profile returns the one that was
+// requested, or else agentbox's default profile, which it loads if the kernel has AppArmor.
 package apparmor
 
 import (

@@ -1,6 +1,6 @@
-// Package kernel is what a backend asks of the kernel alone, whatever engine runs its
-// containers: processes that cannot turn into others, the cgroups that identify, freeze and
-// end them, and notice of changes to files.
+// Package kernel has what a backend asks of the kernel, whatever engine runs its containers. A
+// Process is a pid that cannot be reused while it is held (OpenProcess); Cgroups identify, freeze
+// and end the processes of a container (Hierarchies); a Watcher reports changes to files (Watch).
 package kernel
 
 import (
