@@ -358,8 +358,11 @@ func TestStateOfOurs(t *testing.T) {
 		"bad file in a start": {func(run string) {
 			write(filepath.Join(run, "restore", "c1", "start.json"), `{"files":[{"path":"/proc/none/x"}]}`)
 		}, "/proc/none/x"},
-		"held":                  {func(run string) { _ = stage.At(run, "c1").Hold() }, "being restored"},
-		"held, and a start":     {func(run string) { _ = stage.At(run, "c1").Hold(); _ = stage.At(run, "c1").PutStart(stage.Start{}) }, "being restored"},
+		"held": {func(run string) { _ = stage.At(run, "c1").BlockCreate() }, "being restored"},
+		"held, and a start": {func(run string) {
+			_ = stage.At(run, "c1").BlockCreate()
+			_ = stage.At(run, "c1").PutStart(stage.Start{})
+		}, "being restored"},
 		"an empty start":        {func(run string) { _ = stage.At(run, "c1").PutStart(stage.Start{}) }, ""},
 		"a start of other verb": {func(run string) { write(filepath.Join(run, "reap", "due", "c2"), "{") }, ""},
 	} {
@@ -468,7 +471,7 @@ func TestRootsApart(t *testing.T) {
 	b.End()
 	staged := stage.Restore{Images: b.Images, Work: b.Work, Config: b.Config}
 	other, own := stage.Under("/elsewhere/ns2", b.ID), stage.Under(b.State, b.ID)
-	if err := errors.Join(stage.At(b.run, other).Put(staged), stage.At(b.run, other).Hold()); err != nil {
+	if err := errors.Join(stage.At(b.run, other).Put(staged), stage.At(b.run, other).BlockCreate()); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.WriteFile(filepath.Join(b.Files, "count"), []byte("0"), 0o600); err != nil {

@@ -36,7 +36,7 @@ func walled(c call, spec *wall.Spec) error {
 	if err != nil {
 		return err
 	}
-	return wall.Look(wall.Restored{Pid: box.Pid, Pids: pids, Cgroups: cgroups}, spec)
+	return wall.Inspect(wall.Restored{Pid: box.Pid, Pids: pids, Cgroups: cgroups}, spec)
 }
 
 // reason says why a restore failed of an error of our own.

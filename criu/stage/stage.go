@@ -232,9 +232,9 @@ func (at Slot) pausedFile() (string, error) {
 	return filepath.Join(at.Run, "paused", at.ID), nil
 }
 
-// Hold keeps the container id from being created, by whomever, until a restore
-// is staged for it, Release or Clear: its files are being replaced.
-func (at Slot) Hold() error {
+// BlockCreate keeps the container id from being created, by any caller, until a restore
+// is staged for it, AllowCreate or Clear: its files are being replaced.
+func (at Slot) BlockCreate() error {
 	dir, err := at.place()
 	if err != nil {
 		return err
@@ -248,8 +248,8 @@ func (at Slot) Hold() error {
 	return nil
 }
 
-// Release ends Hold. Idempotent.
-func (at Slot) Release() error {
+// AllowCreate ends BlockCreate. Idempotent.
+func (at Slot) AllowCreate() error {
 	dir, err := at.place()
 	if err != nil {
 		return err
@@ -262,7 +262,7 @@ func (at Slot) Release() error {
 	return nil
 }
 
-// Held reports whether Hold is in force.
+// Held reports whether BlockCreate is in force.
 func (at Slot) Held() bool {
 	dir, err := at.place()
 	if err != nil {
@@ -272,7 +272,7 @@ func (at Slot) Held() bool {
 	return err == nil
 }
 
-// HeldBy names the file that is the Hold, for messages.
+// HeldBy names the file that blocks the creation, for messages.
 func (at Slot) HeldBy() string { return filepath.Join(at.Run, "restore", at.ID, heldFile) }
 
 // CallOff ends the restore of id that is under way, or about to be: it fails.

@@ -23,9 +23,9 @@ type Restored struct {
 	Cgroups map[string]string
 }
 
-// Look holds what the kernel says of restored processes against the container's spec.
+// Inspect holds what the kernel says of restored processes against the container's spec.
 // They are frozen and have not run. A difference is a *Refusal.
-func Look(r Restored, spec *Spec) error {
+func Inspect(r Restored, spec *Spec) error {
 	l := &look{spec: spec, Restored: r, own: "/proc/thread-self/", views: map[string]*view{}, members: map[string]map[int]bool{}}
 	all, err := l.all()
 	if err != nil {
@@ -55,7 +55,7 @@ func btoi(is bool) int {
 	return 0
 }
 
-// look is a Look under way.
+// look is an Inspect under way.
 type look struct {
 	Restored
 	spec  *Spec

@@ -139,7 +139,7 @@ func looker(t testing.TB, b *criutest.Box, processes int) func(func(*specs.Spec,
 		must(t, os.WriteFile(filepath.Join(dir, "config.json"), data, 0o600))
 		spec, err := wall.Read(dir)
 		must(t, err)
-		return wall.Look(r, spec)
+		return wall.Inspect(r, spec)
 	}
 }
 

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Spec is what Judge and Look take from a bundle's config.json.
+// Spec is what Judge and Inspect take from a bundle's config.json.
 type Spec struct {
 	Process struct {
 		NoNewPrivileges bool `json:"noNewPrivileges"`

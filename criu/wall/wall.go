@@ -6,9 +6,9 @@
 // So the images are held against the container's spec (the bundle's config.json)
 // twice. Judge reads them before CRIU starts: each file has to be of a kind that is
 // known, and may ask for nothing that a process of such a container could not have.
-// What the spec decides alone, as cgroups, is written anew. Look reads what the kernel
+// What the spec decides alone, as cgroups, is written anew. Inspect reads what the kernel
 // says of the restored processes, which are frozen and have not run yet. Judge keeps
-// CRIU from doing harm; Look does not depend on how CRIU reads its images.
+// CRIU from doing harm; Inspect does not depend on how CRIU reads its images.
 //
 // A container without a user namespace whose processes may have CAP_SYS_ADMIN is as
 // good as the host's root. Its mounts are the spec's all the same, and what it can have

@@ -25,8 +25,8 @@ type Tries struct {
 // maxTries bounds the records; then they are dropped, and failures are reported once more.
 const maxTries = 1000
 
-// Again reports whether something that has ended has failed just as the try before.
-func (t *Tries) Again(ctx context.Context, op *runtime.Op, err error) bool {
+// FailedBefore reports whether an action that has ended has failed just as the try before.
+func (t *Tries) FailedBefore(ctx context.Context, op *runtime.Op, err error) bool {
 	if !op.Own.Past && !frees[op.Verb] || len(op.Own.Made) > 0 {
 		return false
 	}

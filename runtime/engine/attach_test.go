@@ -211,7 +211,7 @@ func TestAttachPullKilled(t *testing.T) {
 		t.Fatal("tests need the tag failpoint")
 	}
 	t.Setenv("AGENTBOX_FAILPOINT", "")
-	ready, err := h.store.Settle(ctx, h.then.ID)
+	ready, err := h.store.FinishPending(ctx, h.then.ID)
 	c, e2 := h.store.Checkpoint(ctx, h.then.ID)
 	if h.must(err, e2); !ready || !c.Foreign || c.Attached == nil {
 		t.Fatalf("ready %v: %+v", ready, c)

@@ -155,7 +155,7 @@ func (cs *checkpoints) passing(ctx context.Context, id string) (row store.Checkp
 
 // finishCommit removes the checkpoint of a commit that was killed.
 func (cs *checkpoints) finishCommit(ctx context.Context, in store.Intent) (string, error) {
-	ready, err := cs.store.Settle(ctx, in.Checkpoint)
+	ready, err := cs.store.FinishPending(ctx, in.Checkpoint)
 	if err == nil && ready {
 		err = cs.store.RemoveCheckpoint(ctx, in.Checkpoint)
 	}

@@ -77,7 +77,7 @@ func (r *processesPart) stop(ctx context.Context) (err error) {
 
 	// Nothing else may start the sandbox between here and the start below, which clients
 	// of an engine's daemon otherwise could.
-	if err := r.c.Stage.Hold(); err != nil {
+	if err := r.c.Stage.BlockCreate(); err != nil {
 		return err
 	}
 	r.held = true
@@ -173,7 +173,7 @@ func (r *processesPart) halt(ctx context.Context) error {
 	}
 	if err != nil {
 		r.data.Phase = phaseProven
-		err = errors.Join(err, r.note(ctx, true), r.c.Stage.Hold())
+		err = errors.Join(err, r.note(ctx, true), r.c.Stage.BlockCreate())
 	}
 	return err
 }
@@ -190,7 +190,7 @@ func (r *processesPart) start(ctx context.Context) error {
 func (r *processesPart) resume(ctx context.Context) (failed error) {
 	place := r.c.Stage
 	if !r.starts() {
-		return place.Release()
+		return place.AllowCreate()
 	}
 	work := filepath.Join(r.e.run, r.sb.ID, "restore")
 	if r.full() {
@@ -209,7 +209,7 @@ func (r *processesPart) resume(ctx context.Context) (failed error) {
 			return err
 		}
 	}
-	if err := place.Release(); err != nil {
+	if err := place.AllowCreate(); err != nil {
 		return err
 	}
 	_, err := r.sb.host.Start(ctx, r.sb.ID, runtime.StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets.files})

@@ -299,7 +299,7 @@ func (rec *recovery) finishCheckpoint(ctx context.Context, in store.Intent, host
 			return "", err
 		}
 	}
-	ready, err := rec.store.Settle(ctx, in.Checkpoint)
+	ready, err := rec.store.FinishPending(ctx, in.Checkpoint)
 	if err != nil {
 		return "", err
 	}
@@ -452,7 +452,7 @@ func (rec *recovery) takeBack(ctx context.Context, in store.Intent, host Host, d
 	if err := rec.advance(ctx, in.Seq, data, true); err != nil {
 		return err
 	}
-	ready, err := rec.store.Settle(ctx, data.Undo)
+	ready, err := rec.store.FinishPending(ctx, data.Undo)
 	if err == nil && ready {
 		err = rec.store.RemoveCheckpoint(ctx, data.Undo)
 	}

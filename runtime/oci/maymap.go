@@ -31,7 +31,7 @@ func (b *Backend) MayMap(ctx context.Context, s runtime.Spec, lower []string, id
 	if why, err := b.hostMaps(ctx); why != "" || err != nil {
 		return why, err
 	}
-	if shut, err := userns.Shut(b.box.Base, b.box.Stage); shut != "" || err != nil {
+	if shut, err := userns.PrivateParent(b.box.Base, b.box.Stage); shut != "" || err != nil {
 		return fmt.Sprintf("only root passes %s, below which its files are (chmod o+x lets others)", shut), err
 	}
 	return b.layersMap(s, lower, ids)
@@ -136,7 +136,7 @@ func (b *Backend) tryMapping(ctx context.Context) (why string, err error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return "", err
 	}
-	return userns.Why(ctx, dir, b.box.OCI)
+	return userns.Unavailable(ctx, dir, b.box.OCI)
 }
 
 func (b *Backend) mapsOf() (string, error) {

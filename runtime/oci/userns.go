@@ -51,7 +51,7 @@ func (b *Backend) letThrough(s runtime.Spec) error {
 			return err
 		}
 	}
-	shut, err := userns.Shut(b.box.Base, b.box.Stage)
+	shut, err := userns.PrivateParent(b.box.Base, b.box.Stage)
 	if err == nil && shut != "" {
 		err = &fault.Error{
 			Err:  fmt.Errorf("%w: a user namespace does not get through %s, and the sandbox's files are mounted below it", fault.ErrUnsupported, shut),

@@ -21,7 +21,7 @@ func TestIDsElsewhere(t *testing.T) {
 	mine, other := newBox(t, withWrapper), newBox(t, withWrapper)
 	for _, x := range []*fixture{mine, other} {
 		for {
-			shut, err := userns.Shut(x.box.Base)
+			shut, err := userns.PrivateParent(x.box.Base)
 			must(t, err)
 			if shut == "" {
 				break

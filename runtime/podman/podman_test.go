@@ -168,7 +168,7 @@ func TestFailedRestore(t *testing.T) {
 	must(t, err)
 	// A held container cannot be started.
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))
-	must(t, c.Stage.Hold())
+	must(t, c.Stage.BlockCreate())
 	if err := b.do(b.ctx, "start", b.id); err == nil || !strings.Contains(err.Error(), "being restored by agentbox") {
 		t.Errorf("podman start of a held one: %v", err)
 	}

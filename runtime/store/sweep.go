@@ -315,7 +315,7 @@ func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []str
 	if err != nil || len(now) == 0 || now[0].Status != Pending {
 		return nil, err
 	}
-	ready, err := s.Settle(ctx, id)
+	ready, err := s.FinishPending(ctx, id)
 	switch {
 	case err != nil:
 		return nil, err
@@ -325,11 +325,11 @@ func (s *Store) settle(ctx context.Context, id, sandbox, name string) (did []str
 	return []string{fmt.Sprintf("discarded the unfinished checkpoint %s of sandbox %s.", id, name)}, nil
 }
 
-// Settle brings a pending checkpoint, whose process is gone, to its end: it becomes ready if its
-// manifest was published and all that it needs is there, and is discarded if not. Settle reports
-// whether it is ready, and leaves one that is not pending as it is. The caller holds the
+// FinishPending completes a pending checkpoint whose process is gone: it becomes ready if its
+// manifest was published and all that it needs is there, and is discarded if not. It reports
+// whether the checkpoint is ready, and leaves one that is not pending as it is. The caller holds the
 // sandbox's lock.
-func (s *Store) Settle(ctx context.Context, id string) (ready bool, err error) {
+func (s *Store) FinishPending(ctx context.Context, id string) (ready bool, err error) {
 	l, err := s.share(ctx, "settle")
 	if err != nil {
 		return false, err

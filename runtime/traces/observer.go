@@ -87,7 +87,7 @@ func (t *Traces) Observer(by string) runtime.Observer {
 func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *runtime.Op, do func(context.Context) error) error {
 	began := time.Now()
 	err := do(ctx)
-	if tries.Again(ctx, op, err) {
+	if tries.FailedBefore(ctx, op, err) {
 		return err
 	}
 	opts := []trace.SpanStartOption{trace.WithTimestamp(began)}

@@ -171,7 +171,7 @@ func TestHeld(t *testing.T) {
 	ctx := context.Background()
 	b := newBench(t, "near")
 	rec := b.create(t)
-	must(t, stage.At(b.run, rec.ID).Hold())
+	must(t, stage.At(b.run, rec.ID).BlockCreate())
 	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer cancel()
 	if _, err := b.Volumes.Mount(short, "ws", "x"); !errors.Is(err, fault.ErrBusy) {

@@ -311,7 +311,7 @@ func userNamespaces(ctx context.Context, root string) doctor.Check {
 		return warn(name, "Give a root that can be written (--root).", "%v", err)
 	}
 	defer os.RemoveAll(dir)
-	why, err := userns.Why(ctx, dir, binary)
+	why, err := userns.Unavailable(ctx, dir, binary)
 	if err != nil {
 		return warn(name, remedy, no, err)
 	}
@@ -321,7 +321,7 @@ func userNamespaces(ctx context.Context, root string) doctor.Check {
 	if at != filepath.Clean(root) {
 		at = filepath.Join(at, "root") // yet to be made
 	}
-	shut, err := userns.Shut(at)
+	shut, err := userns.PrivateParent(at)
 	if err != nil {
 		return warn(name, remedy, no, err)
 	}

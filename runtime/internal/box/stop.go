@@ -84,7 +84,7 @@ func (l *Lifecycle) end(ctx context.Context, v View, opts runtime.StopOptions) (
 		return l.ended(ctx, v, false)
 	}
 	defer p.Close()
-	killed, err := l.Cgroups.End(ctx, p, l.Cgroup(id), v.Status == runtime.Paused, sig, opts.Timeout)
+	killed, err := l.Cgroups.Terminate(ctx, p, l.Cgroup(id), v.Status == runtime.Paused, sig, opts.Timeout)
 	if err != nil {
 		return exit, fmt.Errorf("end container %s: %w", id, err)
 	}

@@ -278,10 +278,10 @@ func (c Cgroups) KillAll(path string) (int, error) {
 	return len(seen), errors.Join(append(errs, c.Thaw(path))...)
 }
 
-// End ends the processes of a cgroup: it sends sig to the first process and, if that has not
+// Terminate ends the processes of a cgroup: it sends sig to the first process and, if that has not
 // ended in time, kills it, and the rest of its PID namespace with it. Frozen processes are
 // killed at once, for they take no other signal.
-func (c Cgroups) End(ctx context.Context, first *Process, path string, frozen bool, sig unix.Signal, limit time.Duration) (killed bool, err error) {
+func (c Cgroups) Terminate(ctx context.Context, first *Process, path string, frozen bool, sig unix.Signal, limit time.Duration) (killed bool, err error) {
 	if frozen {
 		_, err = c.KillAll(path)
 		return true, err

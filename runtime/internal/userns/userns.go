@@ -32,10 +32,10 @@ const (
 	oldestCRIU = "4.0"
 )
 
-// Why returns the reason why sandboxes cannot have user namespaces with the OCI runtime
+// Unavailable returns the reason why sandboxes cannot have user namespaces with the OCI runtime
 // binary, or "" if they can. Their files are on the filesystem of dir, an empty directory to
 // try in. The caller removes what is made there.
-func Why(ctx context.Context, dir, binary string) (string, error) {
+func Unavailable(ctx context.Context, dir, binary string) (string, error) {
 	for _, look := range []func() (string, error){
 		func() (string, error) { return versions(ctx, binary) },
 		func() (string, error) { return covered("proc", "/proc") },
@@ -49,10 +49,10 @@ func Why(ctx context.Context, dir, binary string) (string, error) {
 	return "", nil
 }
 
-// Shut returns the directory above one of paths that keeps others than root from passing, or
+// PrivateParent returns the directory above one of paths that keeps others than root from passing, or
 // "". The paths themselves do not count. The OCI runtime and CRIU mount as the namespace's
 // root, which has no privileges on the host.
-func Shut(paths ...string) (string, error) {
+func PrivateParent(paths ...string) (string, error) {
 	for _, path := range paths {
 		for up := filepath.Dir(path); up != "/"; up = filepath.Dir(up) {
 			st, err := os.Stat(up)
