@@ -43,7 +43,9 @@ func eachNamed(ctx context.Context, names []string, out io.Writer, fn func(name 
 
 // eachCommand returns the RunE of a command whose arguments are names: verb is
 // done to each, and the names are printed.
-func (a *app) eachCommand(verb func(svc runtime.Service, ctx context.Context, name string) error) func(*cobra.Command, []string) error {
+func (a *app) eachCommand(
+	verb func(svc runtime.Service, ctx context.Context, name string) error,
+) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		ctx := cmd.Context()
 		return a.service(ctx, func(svc runtime.Service) error {
