@@ -4,6 +4,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -56,7 +57,13 @@ func newDockerPluginCommand(*app) *cobra.Command {
 		Annotations:        exits(exitUsage, exitNotFound),
 		Args:               cobra.ArbitraryArgs,
 		DisableFlagParsing: true,
-		RunE:               func(_ *cobra.Command, args []string) error { return becomeDockerAgentbox(args) },
+		RunE: func(_ *cobra.Command, args []string) error {
+			// agentbox's own flags come before its command.
+			if i := slices.IndexFunc(args, func(arg string) bool { return arg == "serve" || arg == "check" }); i > 0 {
+				args = slices.Concat(args[i:i+1], args[:i], args[i+1:])
+			}
+			return becomeDockerAgentbox(args)
+		},
 	}
 }
 

@@ -26,12 +26,14 @@ func Beside(self, name string) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	path := filepath.Join(filepath.Dir(real), name)
-	if _, err := os.Stat(path); err == nil {
-		return path, nil
-	}
+	paths := []string{filepath.Join(filepath.Dir(real), name)}
 	if path, err := exec.LookPath(name); err == nil {
-		return filepath.Abs(path)
+		paths = append(paths, path)
+	}
+	for _, path := range paths {
+		if is, err := filepath.EvalSymlinks(path); err == nil && is != real { // a link to self would not end
+			return filepath.Abs(path)
+		}
 	}
 	return "", &fault.Error{
 		Err:  fmt.Errorf("program %s: %w", name, fault.ErrNotFound),
