@@ -36,17 +36,22 @@ const (
 )
 
 // Settle makes sure that no thread of a frozen container is in an instant that cannot be dumped:
-// it thaws the container for some milliseconds and freezes it again, until none is. It returns
+// it thaws the container for some milliseconds and freezes it again, until none is. So it does,
+// for youngLimit at most, where a process works in a directory that was made a moment ago. It returns
 // when the last freeze began; zero: nothing had to be waited for. On error the container may be
 // thawed, and a *DumpError says which thread it was.
 func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err error) {
-	end := time.Now().Add(settleLimit)
+	begun := time.Now()
+	end := begun.Add(settleLimit)
 	for pause := time.Millisecond; ; pause = min(pause+time.Millisecond, 10*time.Millisecond) {
 		members, err := Members(initPid)
 		if err != nil {
 			return frozen, err
 		}
 		at := between(members)
+		if now := time.Now(); at == nil && now.Sub(begun) < youngLimit {
+			at = inYoung(members, now)
+		}
 		if at == nil {
 			return frozen, nil
 		}
@@ -82,6 +87,7 @@ const (
 	vforkInstant    instantKind = iota // it waits for a vfork
 	killedInstant                      // it has a SIGKILL to end of, or is on its way out
 	headlessInstant                    // it has ended, and another thread is about to execute a program in its place
+	youngInstant                       // it works in a directory that was made a moment ago; see inYoung
 )
 
 // passing is the error of a thread that is in such an instant.
