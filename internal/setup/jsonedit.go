@@ -5,25 +5,23 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/tailscale/hujson"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-// The edits below work on the text of a JSON document, so that all that they
-// do not touch stays as its author wrote it. They rely on the document being
-// valid; checkJSON says so first.
-
 // checkJSON refuses what is not one valid JSON object, telling where.
-func checkJSON(doc []byte) error {
+func checkJSON(text []byte) error {
 	var v any
-	if err := json.Unmarshal(doc, &v); err != nil {
+	if err := json.Unmarshal(text, &v); err != nil {
 		var syntax *json.SyntaxError
 		if errors.As(err, &syntax) {
 			// Offset counts the bytes read, the offending one included.
-			line, column := position(doc, int(syntax.Offset)-1)
-			return fmt.Errorf("line %d, column %d: %v: %w", line, column, syntax, fault.ErrInvalid)
+			return errorAt(text, int(syntax.Offset)-1, "%v", syntax)
 		}
 		return fmt.Errorf("%v: %w", err, fault.ErrInvalid)
 	}
@@ -33,122 +31,61 @@ func checkJSON(doc []byte) error {
 	return nil
 }
 
-// position is the line and the column, both from 1, of a byte.
-func position(doc []byte, at int) (line, column int) {
-	at = min(max(at, 0), len(doc))
-	before := doc[:at]
-	start := bytes.LastIndexByte(before, '\n') + 1
-	return bytes.Count(before, []byte("\n")) + 1, utf8.RuneCount(before[start:]) + 1
+// errorAt names the line and the column, both from 1, of the byte at offset.
+func errorAt(text []byte, offset int, format string, args ...any) error {
+	before := text[:min(max(offset, 0), len(text))]
+	line := bytes.Count(before, []byte("\n")) + 1
+	column := utf8.RuneCount(before[bytes.LastIndexByte(before, '\n')+1:]) + 1
+	return fmt.Errorf("line %d, column %d: %s: %w", line, column, fmt.Sprintf(format, args...), fault.ErrInvalid)
 }
 
-// A member of an object, as offsets into the document.
-type member struct {
-	key        string
-	keyStart   int
-	start, end int // of the value
+// A document is a JSON object as a syntax tree that keeps all white space: what
+// an edit does not touch keeps its bytes.
+type document struct {
+	text   []byte // as it was parsed; the tree's offsets are into it
+	root   hujson.Value
+	top    *hujson.Object
+	layout layout
 }
 
-// An object of a document, as offsets into it.
-type object struct {
-	open, shut int // its braces
-	members    []member
+func parseDocument(text []byte) (*document, error) {
+	// hujson accepts comments and trailing commas, dockerd does not.
+	if err := checkJSON(text); err != nil {
+		return nil, err
+	}
+	root, err := hujson.Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("%v: %w", err, fault.ErrInvalid)
+	}
+	top := root.Value.(*hujson.Object)
+	return &document{text: text, root: root, top: top, layout: layoutOf(text, top)}, nil
+}
+
+func (d *document) object(v hujson.Value) (*hujson.Object, error) {
+	o, ok := v.Value.(*hujson.Object)
+	if !ok {
+		return nil, errorAt(d.text, v.StartOffset, "this must be an object")
+	}
+	return o, nil
 }
 
 // find returns the member's index, or -1. Two members of one name are an error: it does not guess
 // which of them an engine takes.
-func (o object) find(doc []byte, key string) (int, error) {
+func (d *document) find(o *hujson.Object, key string) (int, error) {
 	found := -1
-	for i, m := range o.members {
-		if m.key != key {
+	for i, m := range o.Members {
+		if nameOf(m) != key {
 			continue
 		}
 		if found >= 0 {
-			line, column := position(doc, m.keyStart)
-			return -1, fmt.Errorf("line %d, column %d: %q is there twice: %w", line, column, key, fault.ErrInvalid)
+			return -1, errorAt(d.text, m.Name.StartOffset, "%q is there twice", key)
 		}
 		found = i
 	}
 	return found, nil
 }
 
-func skipSpace(doc []byte, i int) int {
-	for i < len(doc) && strings.IndexByte(" \t\r\n", doc[i]) >= 0 {
-		i++
-	}
-	return i
-}
-
-func skipString(doc []byte, i int) int {
-	for i++; doc[i] != '"'; i++ {
-		if doc[i] == '\\' {
-			i++
-		}
-	}
-	return i + 1
-}
-
-// skipValue returns the offset behind the value that starts at i.
-func skipValue(doc []byte, i int) int {
-	depth := 0
-	for i < len(doc) {
-		switch doc[i] {
-		case '"':
-			i = skipString(doc, i)
-		case '{', '[':
-			depth++
-			i++
-		case '}', ']':
-			if depth == 0 {
-				return i // behind a number or a word
-			}
-			depth--
-			i++
-		case ',', ' ', '\t', '\r', '\n':
-			if depth == 0 {
-				return i
-			}
-			i++
-			continue
-		default: // of a number or a word; within a container also a colon
-			i++
-			if depth == 0 {
-				continue
-			}
-		}
-		if depth == 0 {
-			return i
-		}
-	}
-	return i
-}
-
-// scanObject takes the object apart that starts at i or behind the space there.
-func scanObject(doc []byte, i int) (object, error) {
-	i = skipSpace(doc, i)
-	if i >= len(doc) || doc[i] != '{' {
-		line, column := position(doc, i)
-		return object{}, fmt.Errorf("line %d, column %d: this must be an object: %w", line, column, fault.ErrInvalid)
-	}
-	o := object{open: i}
-	for i = skipSpace(doc, i+1); doc[i] != '}'; i = skipSpace(doc, i) {
-		if doc[i] == ',' {
-			i++
-			continue
-		}
-		m := member{keyStart: i}
-		i = skipString(doc, i)
-		if err := json.Unmarshal(doc[m.keyStart:i], &m.key); err != nil {
-			return object{}, err
-		}
-		i = skipSpace(doc, i) + 1 // the colon
-		m.start = skipSpace(doc, i)
-		m.end = skipValue(doc, m.start)
-		i = m.end
-		o.members = append(o.members, m)
-	}
-	o.shut = i
-	return o, nil
-}
+func nameOf(m hujson.ObjectMember) string { return m.Name.Value.(hujson.Literal).String() }
 
 // A layout is how a document is written.
 type layout struct {
@@ -156,13 +93,10 @@ type layout struct {
 	oneLine  bool
 }
 
-func layoutOf(doc []byte, top object) layout {
-	l := layout{nl: "\n", unit: "  "}
-	if bytes.Contains(doc, []byte("\r\n")) {
-		l.nl = "\r\n"
-	}
-	if len(top.members) > 0 {
-		space := string(doc[top.open+1 : top.members[0].keyStart])
+func layoutOf(text []byte, top *hujson.Object) layout {
+	l := layout{nl: newline(text), unit: "  "}
+	if len(top.Members) > 0 {
+		space := string(top.Members[0].Name.BeforeExtra)
 		if i := strings.LastIndexByte(space, '\n'); i < 0 {
 			l.oneLine = true
 		} else if space[i+1:] != "" {
@@ -172,51 +106,41 @@ func layoutOf(doc []byte, top object) layout {
 	return l
 }
 
-// object writes an object of one member whose own line is indented by indent.
-func (l layout) object(indent, key, value string) string {
+// object makes an object of one member whose own line is indented by indent.
+func (l layout) object(indent, key string, value hujson.ValueTrimmed) *hujson.Object {
 	if l.oneLine {
-		return "{" + quote(key) + ": " + value + "}"
+		return &hujson.Object{Members: []hujson.ObjectMember{newMember("", key, value)}}
 	}
-	return "{" + l.nl + indent + l.unit + quote(key) + ": " + value + l.nl + indent + "}"
+	return &hujson.Object{
+		Members:    []hujson.ObjectMember{newMember(l.nl+indent+l.unit, key, value)},
+		AfterExtra: hujson.Extra(l.nl + indent),
+	}
 }
 
-func quote(s string) string {
-	var b bytes.Buffer
-	enc := json.NewEncoder(&b)
-	enc.SetEscapeHTML(false)
-	_ = enc.Encode(s) // strings can be encoded
-	return strings.TrimSuffix(b.String(), "\n")
+func newMember(space, key string, value hujson.ValueTrimmed) hujson.ObjectMember {
+	return hujson.ObjectMember{
+		Name:  hujson.Value{BeforeExtra: hujson.Extra(space), Value: hujson.String(key)},
+		Value: hujson.Value{BeforeExtra: hujson.Extra(" "), Value: value},
+	}
 }
 
-// splice replaces doc[from:to].
-func splice(doc []byte, from, to int, text string) []byte {
-	out := make([]byte, 0, len(doc)+len(text)-(to-from))
-	out = append(out, doc[:from]...)
-	out = append(out, text...)
-	return append(out, doc[to:]...)
-}
+// A valueFunc makes a value whose own line is indented by indent.
+type valueFunc func(l layout, indent string) hujson.ValueTrimmed
 
-// A valueFunc writes a value whose own line is indented by indent.
-type valueFunc func(l layout, indent string) string
-
-func plain(value string) valueFunc { return func(layout, string) string { return value } }
-
-// insert puts a member behind the last one of o, in the way the others are
-// written.
-func (l layout) insert(doc []byte, o object, key string, value valueFunc) []byte {
-	if len(o.members) == 0 {
+// insert puts a member behind the last one of the object v, in the way the
+// others are written.
+func (d *document) insert(v hujson.Value, key string, value valueFunc) {
+	l, o := d.layout, v.Value.(*hujson.Object)
+	if len(o.Members) == 0 {
 		indent := ""
-		if line := bytes.LastIndexByte(doc[:o.open], '\n') + 1; !l.oneLine {
-			indent = string(doc[line : line+len(doc[line:])-len(bytes.TrimLeft(doc[line:], " \t"))])
+		if !l.oneLine {
+			line := d.text[bytes.LastIndexByte(d.text[:v.StartOffset], '\n')+1:]
+			indent = string(line[:len(line)-len(bytes.TrimLeft(line, " \t"))])
 		}
-		return splice(doc, o.open, o.shut+1, l.object(indent, key, value(l, indent+l.unit)))
+		*o = *l.object(indent, key, value(l, indent+l.unit))
+		return
 	}
-	last := o.members[len(o.members)-1]
-	before := o.open
-	if n := len(o.members); n > 1 {
-		before = o.members[n-2].end + bytes.IndexByte(doc[o.members[n-2].end:], ',')
-	}
-	space := string(doc[before+1 : last.keyStart])
+	space := string(o.Members[len(o.Members)-1].Name.BeforeExtra)
 	indent := ""
 	if i := strings.LastIndexByte(space, '\n'); i >= 0 {
 		indent = space[i+1:]
@@ -225,18 +149,39 @@ func (l layout) insert(doc []byte, o object, key string, value valueFunc) []byte
 		l.oneLine = true
 		space = " "
 	}
-	return splice(doc, last.end, last.end, ","+space+quote(key)+": "+value(l, indent))
+	o.Members = append(o.Members, newMember(space, key, value(l, indent)))
+}
+
+// set sets a member of the object v to a string. One that has that value
+// already stays as it is written.
+func (d *document) set(v hujson.Value, key, value string) error {
+	o := v.Value.(*hujson.Object)
+	i, err := d.find(o, key)
+	if err != nil {
+		return err
+	}
+	if i < 0 {
+		d.insert(v, key, func(layout, string) hujson.ValueTrimmed { return hujson.String(value) })
+		return nil
+	}
+	at := &o.Members[i].Value
+	if old, ok := at.Value.(hujson.Literal); !ok || old.Kind() != '"' || old.String() != value {
+		at.Value = hujson.String(value)
+	}
+	return nil
 }
 
 // cut takes the i-th member of o out.
-func cut(doc []byte, o object, i int) []byte {
+func cut(o *hujson.Object, i int) {
 	switch {
-	case len(o.members) == 1:
-		return splice(doc, o.open+1, o.shut, "")
+	case len(o.Members) == 1:
+		o.AfterExtra = nil
 	case i == 0:
-		return splice(doc, o.members[0].keyStart, o.members[1].keyStart, "")
+		o.Members[1].Name.BeforeExtra = o.Members[0].Name.BeforeExtra
+	default:
+		o.Members[i-1].Value.AfterExtra = o.Members[i].Value.AfterExtra
 	}
-	return splice(doc, o.members[i-1].end, o.members[i].end, "")
+	o.Members = slices.Delete(o.Members, i, i+1)
 }
 
 // Keys of daemon.json.
@@ -248,154 +193,136 @@ const (
 
 // addRuntime registers a runtime in the text of a daemon.json. In an existing entry of that name
 // only the path changes.
-func addRuntime(doc []byte, name, path string, makeDefault bool) ([]byte, error) {
-	if len(bytes.TrimSpace(doc)) == 0 {
-		doc = []byte("{}\n")
+func addRuntime(text []byte, name, path string, makeDefault bool) ([]byte, error) {
+	if len(bytes.TrimSpace(text)) == 0 {
+		text = []byte("{}\n")
 	}
-	top, all, err := runtimesOf(doc)
+	d, err := parseDocument(text)
 	if err != nil {
 		return nil, err
 	}
-	l := layoutOf(doc, top)
-	entry := func(l layout, indent string) string { return l.object(indent, keyPath, quote(path)) }
-	switch i, err := top.find(doc, keyRuntimes); {
-	case err != nil:
+	if err := d.addRuntime(name, path); err != nil {
 		return nil, err
-	case i < 0:
-		doc = l.insert(doc, top, keyRuntimes, func(l layout, indent string) string {
-			return l.object(indent, name, entry(l, indent+l.unit))
-		})
-	case all == nil: // null
-		doc = splice(doc, top.members[i].start, top.members[i].end, l.object(l.unit, name, entry(l, l.unit+l.unit)))
-	default:
-		if doc, err = l.addEntry(doc, *all, name, path, entry); err != nil {
+	}
+	if makeDefault {
+		if err := d.set(d.root, keyDefaultRuntime, name); err != nil {
 			return nil, err
 		}
 	}
-	if makeDefault {
-		return setDefaultRuntime(doc, name)
-	}
-	return doc, nil
+	return d.root.Pack(), nil
 }
 
-func (l layout) addEntry(doc []byte, all object, name, path string, entry valueFunc) ([]byte, error) {
-	i, err := all.find(doc, name)
+func (d *document) addRuntime(name, path string) error {
+	i, all, err := d.runtimes()
 	if err != nil {
-		return nil, err
+		return err
+	}
+	entry := func(l layout, indent string) hujson.ValueTrimmed {
+		return l.object(indent, keyPath, hujson.String(path))
 	}
 	if i < 0 {
-		return l.insert(doc, all, name, entry), nil
+		d.insert(d.root, keyRuntimes, func(l layout, indent string) hujson.ValueTrimmed {
+			return l.object(indent, name, entry(l, indent+l.unit))
+		})
+		return nil
 	}
-	one, err := scanObject(doc, all.members[i].start)
+
+	at := &d.top.Members[i].Value
+	if all == nil { // null
+		l := d.layout
+		at.Value = l.object(l.unit, name, entry(l, l.unit+l.unit))
+		return nil
+	}
+
+	k, err := d.find(all, name)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if t, err := one.find(doc, "runtimeType"); err != nil {
-		return nil, err
+	if k < 0 {
+		d.insert(*at, name, entry)
+		return nil
+	}
+
+	one := all.Members[k].Value
+	if t, err := d.find(one.Value.(*hujson.Object), "runtimeType"); err != nil {
+		return err
 	} else if t >= 0 {
-		return nil, &fault.Error{
+		return &fault.Error{
 			Hint: "Register agentbox's under another name with --name.",
 			Err:  fmt.Errorf("the runtime %q is there with a runtimeType, which excludes a path: %w", name, fault.ErrExists),
 		}
 	}
-	p, err := one.find(doc, keyPath)
-	switch {
-	case err != nil:
-		return nil, err
-	case p < 0:
-		return l.insert(doc, one, keyPath, plain(quote(path))), nil
-	}
-	var old any
-	if err := json.Unmarshal(doc[one.members[p].start:one.members[p].end], &old); err != nil {
-		return nil, err
-	}
-	if old == path {
-		return doc, nil
-	}
-	return splice(doc, one.members[p].start, one.members[p].end, quote(path)), nil
+	return d.set(one, keyPath, path)
 }
 
 // setDefaultRuntime sets default-runtime; an empty name takes it out.
-func setDefaultRuntime(doc []byte, name string) ([]byte, error) {
-	top, err := scanObject(doc, 0)
+func setDefaultRuntime(text []byte, name string) ([]byte, error) {
+	d, err := parseDocument(text)
 	if err != nil {
 		return nil, err
 	}
-	i, err := top.find(doc, keyDefaultRuntime)
-	switch {
-	case err != nil:
-		return nil, err
-	case i >= 0 && name == "":
-		return cut(doc, top, i), nil
-	case i >= 0:
-		var old any
-		if err := json.Unmarshal(doc[top.members[i].start:top.members[i].end], &old); err != nil {
-			return nil, err
-		}
-		if old == name {
-			return doc, nil
-		}
-		return splice(doc, top.members[i].start, top.members[i].end, quote(name)), nil
-	case name == "":
-		return doc, nil
+	i := -1
+	if name != "" {
+		err = d.set(d.root, keyDefaultRuntime, name)
+	} else if i, err = d.find(d.top, keyDefaultRuntime); i >= 0 {
+		cut(d.top, i)
 	}
-	return layoutOf(doc, top).insert(doc, top, keyDefaultRuntime, plain(quote(name))), nil
+	if err != nil {
+		return nil, err
+	}
+	return d.root.Pack(), nil
 }
 
 // removeRuntime takes a runtime out, and default-runtime if it names it. An
 // object that gets empty goes, too: dockerd 20.10 panics when it reloads
 // "runtimes": {}.
-func removeRuntime(doc []byte, name string) ([]byte, error) {
-	top, all, err := runtimesOf(doc)
+func removeRuntime(text []byte, name string) ([]byte, error) {
+	d, err := parseDocument(text)
+	if err != nil {
+		return nil, err
+	}
+	i, all, err := d.runtimes()
 	if err != nil {
 		return nil, err
 	}
 	if all != nil {
-		i, err := all.find(doc, name)
+		k, err := d.find(all, name)
 		switch {
 		case err != nil:
 			return nil, err
-		case i >= 0 && len(all.members) > 1:
-			doc = cut(doc, *all, i)
-		case i >= 0:
-			if i, err = top.find(doc, keyRuntimes); err != nil {
-				return nil, err
-			}
-			doc = cut(doc, top, i)
+		case k >= 0 && len(all.Members) > 1:
+			cut(all, k)
+		case k >= 0:
+			cut(d.top, i)
 		}
 	}
-	if d, err := readDaemonConfig(doc); err != nil || d.DefaultRuntime != name {
-		return doc, err
+	text = d.root.Pack()
+	if c, err := readDaemonConfig(text); err != nil || c.DefaultRuntime != name {
+		return text, err
 	}
-	return setDefaultRuntime(doc, "")
+	return setDefaultRuntime(text, "")
 }
 
-// runtimesOf takes the document and its "runtimes" apart, which is nil when
-// it is missing or null.
-func runtimesOf(doc []byte) (top object, all *object, err error) {
-	if err := checkJSON(doc); err != nil {
-		return top, nil, err
-	}
-	if top, err = scanObject(doc, 0); err != nil {
-		return top, nil, err
-	}
-	i, err := top.find(doc, keyRuntimes)
+// runtimes finds "runtimes": its index in the top, or -1, and the object that
+// it is, or nil if it is null.
+func (d *document) runtimes() (i int, all *hujson.Object, err error) {
+	i, err = d.find(d.top, keyRuntimes)
 	if err != nil || i < 0 {
-		return top, nil, err
+		return i, nil, err
 	}
-	if string(doc[top.members[i].start:top.members[i].end]) == "null" {
-		return top, nil, nil
+	v := d.top.Members[i].Value
+	if v.Value.Kind() == 'n' {
+		return i, nil, nil
 	}
-	o, err := scanObject(doc, top.members[i].start)
-	if err != nil {
-		return top, nil, fmt.Errorf("%q: %w", keyRuntimes, err)
+	if all, err = d.object(v); err != nil {
+		return i, nil, fmt.Errorf("%q: %w", keyRuntimes, err)
 	}
-	for _, m := range o.members {
-		if _, err := scanObject(doc, m.start); err != nil {
-			return top, nil, fmt.Errorf("runtime %q: %w", m.key, err)
+	for _, m := range all.Members {
+		if _, err := d.object(m.Value); err != nil {
+			return i, nil, fmt.Errorf("runtime %q: %w", nameOf(m), err)
 		}
 	}
-	return top, &o, nil
+	return i, all, nil
 }
 
 // daemonConfig is what setup must know of a daemon.json.

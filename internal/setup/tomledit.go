@@ -127,6 +127,11 @@ func newline(doc []byte) string {
 	return "\n"
 }
 
+// splice replaces doc[from:to].
+func splice(doc []byte, from, to int, text string) []byte {
+	return slices.Replace(slices.Clone(doc), from, to, []byte(text)...)
+}
+
 // block is lines between the marks.
 func block(nl, engine, name string, lines []string) string {
 	all := append(append([]string{beginMark(engine, name)}, lines...), endMark(engine, name))
