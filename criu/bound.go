@@ -132,7 +132,9 @@ func (b *brokenOff) explain(rt Runtime, log string) error {
 		text += "; it had to be killed"
 	}
 	text += b.after
-	return &DumpError{Diagnosis: Diagnosis{Code: code, Reason: text, Hint: hint}, Log: log, Err: fmt.Errorf("dump %s: %w", rt.ID, b)}
+	return &DumpError{
+		Diagnosis: Diagnosis{Code: code, Reason: text, Hint: hint}, Log: log, Err: fmt.Errorf("dump %s: %w", rt.ID, b),
+	}
 }
 
 // survive freezes a container again whose dump was killed, and says what has become of its
@@ -158,7 +160,8 @@ func (r Runtime) survive(members []int, initPid int) string {
 		text += fmt.Sprintf("; %v", err)
 	}
 	if len(gone) > 0 {
-		return fmt.Sprintf(", and %d of %d processes have ended with it (%s)", len(gone), len(members), strings.Join(gone, ", ")) + text
+		return fmt.Sprintf(", and %d of %d processes have ended with it (%s)", len(gone), len(members),
+			strings.Join(gone, ", ")) + text
 	}
 	return fmt.Sprintf(", and all %d processes go on", len(members)) + text
 }
@@ -215,7 +218,8 @@ func (o *overseer) idle() error {
 // handler for the signal of its timeout.
 func (o *overseer) begun() bool {
 	tail := o.tail()
-	return strings.Contains(tail, "freezing ") || strings.Contains(tail, "freezer.state") || strings.Contains(tail, "Detected cgroup")
+	return strings.Contains(tail, "freezing ") || strings.Contains(tail, "freezer.state") ||
+		strings.Contains(tail, "Detected cgroup")
 }
 
 // died reports whether a signal has ended a process that its parent has not waited for yet.
@@ -280,7 +284,8 @@ func (o *overseer) kill(done <-chan error) error {
 		select {
 		case <-done:
 		case <-time.After(lenient):
-			return fmt.Errorf("%w: not even a kill has ended process %d, which waits in %q", fault.ErrBusy, o.pid, freezer.Waits(o.pid))
+			return fmt.Errorf("%w: not even a kill has ended process %d, which waits in %q", fault.ErrBusy,
+				o.pid, freezer.Waits(o.pid))
 		}
 	}
 	return nil
@@ -291,7 +296,8 @@ func (o *overseer) stage() string {
 	tail := o.tail()
 	at := strings.LastIndex(tail, "Dumping task (pid: ")
 	if at < 0 {
-		if sizeOf(o.log) > tailSize || strings.Contains(tail, "Collecting ") || strings.Contains(tail, "Dumping pstree") {
+		if sizeOf(o.log) > tailSize || strings.Contains(tail, "Collecting ") ||
+			strings.Contains(tail, "Dumping pstree") {
 			return "what the processes share"
 		}
 		return ""

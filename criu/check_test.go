@@ -52,7 +52,9 @@ func TestCheckBroken(t *testing.T) {
 }
 
 func TestKernelAtLeast(t *testing.T) {
-	for release, want := range map[string]bool{"6.16.0": true, "6.15.9-x": false, "7.0": true, "5.99": false, "x": false, "6.18.44-a": true} {
+	for release, want := range map[string]bool{
+		"6.16.0": true, "6.15.9-x": false, "7.0": true, "5.99": false, "x": false, "6.18.44-a": true,
+	} {
 		if got := kernelAtLeast(release, 6, 16); got != want {
 			t.Errorf("%s: %v", release, got)
 		}

@@ -29,7 +29,8 @@ func TestControl(t *testing.T) {
 	b, rt := start(t, criutest.Counter, nil)
 	b.Until("it counts", func() bool { return b.Count() > 1 })
 	s, err := rt.State(ctx)
-	if err != nil || s.Status != "running" || s.Pid == 0 || s.Bundle != b.Bundle || s.Annotations[ConfigAnnotation] != b.Config {
+	if err != nil || s.Status != "running" || s.Pid == 0 || s.Bundle != b.Bundle ||
+		s.Annotations[ConfigAnnotation] != b.Config {
 		t.Fatalf("State = %+v, %v", s, err)
 	}
 	if err := rt.Resume(ctx); err != nil {
@@ -136,11 +137,18 @@ func TestWriteConfig(t *testing.T) {
 		o          Options
 		has, lacks []string
 	}{
-		{Options{}, []string{"tcp-established", "file-locks", "skip-in-flight", "ghost-limit 1073741824"}, []string{"tcp-close", "timeout", "link-remap"}},
-		{Options{TCP: TCPClose, GhostLimit: 7, Timeout: 1}, []string{"tcp-close", "ghost-limit 7", "timeout 1"}, []string{"tcp-established"}},
+		{
+			Options{}, []string{"tcp-established", "file-locks", "skip-in-flight", "ghost-limit 1073741824"},
+			[]string{"tcp-close", "timeout", "link-remap"},
+		},
+		{
+			Options{TCP: TCPClose, GhostLimit: 7, Timeout: 1}, []string{"tcp-close", "ghost-limit 7", "timeout 1"},
+			[]string{"tcp-established"},
+		},
 		{Options{TCP: TCPRefuse}, nil, []string{"tcp-close", "tcp-established"}},
 		{Options{ScanPaths: []string{"/a b", "/c#d", "rel", "/e\"f", "/g\nh", "/\xff"}},
-			[]string{`irmap-scan-path "/a b"`, `irmap-scan-path "/c#d"`, "irmap-scan-path \"/\xff\""}, []string{"rel", "e\"f", "/g"}},
+			[]string{`irmap-scan-path "/a b"`, `irmap-scan-path "/c#d"`, "irmap-scan-path \"/\xff\""},
+			[]string{"rel", "e\"f", "/g"}},
 	} {
 		if err := WriteConfig(path, c.o); err != nil {
 			t.Fatal(err)
@@ -183,7 +191,9 @@ func restore(t *testing.T, b *criutest.Box, rt Runtime, o Options, lines ...stri
 	if err := os.WriteFile(b.Config, config, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	args := append([]string{"restore", "--detach", "--bundle", b.Bundle, "--image-path", b.Images, "--work-path", b.Work}, o.RuntimeFlags()...)
+	args := append([]string{
+		"restore", "--detach", "--bundle", b.Bundle, "--image-path", b.Images, "--work-path", b.Work,
+	}, o.RuntimeFlags()...)
 	cmd := b.Cmd(nil, append(args, b.ID)...)
 	cmd.Env = append(host.Environ(), configEnv+"="+b.Config) // for a bundle without annotation
 	if err := cmd.Run(); err != nil {

@@ -192,7 +192,8 @@ func Dump(ctx context.Context, rt Runtime, opts DumpOptions) (res DumpResult, er
 	}
 	var ours error // of what follows CRIU
 	if err == nil {
-		ours = errors.Join(dumped.Write(opts.ImageDir), mendTimers(opts.ImageDir, record), failpoint.Hit("checkpoint.before-waits"))
+		ours = errors.Join(dumped.Write(opts.ImageDir), mendTimers(opts.ImageDir, record),
+			failpoint.Hit("checkpoint.before-waits"))
 	}
 	if err != nil || ours != nil || opts.LeaveRunning {
 		// One that failed has stopped the threads all the same.
@@ -368,7 +369,10 @@ func explainDump(rt Runtime, log, said string, err error) error {
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
 		if strings.Contains(msg, "executable file not found") || strings.Contains(msg, "version check failed") {
-			why = Diagnosis{Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg, Hint: "Install CRIU; `agentbox doctor` says how."}
+			why = Diagnosis{
+				Code: "no-criu", Reason: "the OCI runtime cannot run CRIU: " + msg,
+				Hint: "Install CRIU; `agentbox doctor` says how.",
+			}
 			cause = fmt.Errorf("%w: %w", cause, fault.ErrUnsupported)
 		}
 	}

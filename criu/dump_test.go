@@ -29,7 +29,8 @@ import (
 
 func TestDumpAndRestore(t *testing.T) {
 	ctx := context.Background()
-	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done"}, nil)
+	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=0; while :; do i=$((i+1)); " + criutest.Store +
+		"; sleep 0.05; done"}, nil)
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 
 	if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work}); !errors.Is(err, fault.ErrState) {
@@ -43,7 +44,9 @@ func TestDumpAndRestore(t *testing.T) {
 	}
 	cancelled, cancel := context.WithCancel(ctx)
 	cancel()
-	if _, err := Dump(cancelled, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work}); !errors.Is(err, context.Canceled) {
+	if _, err := Dump(cancelled, rt, DumpOptions{
+		ImageDir: b.Images, WorkDir: b.Work,
+	}); !errors.Is(err, context.Canceled) {
 		t.Fatalf("cancelled before it began: %v", err)
 	}
 
@@ -62,7 +65,8 @@ func TestDumpAndRestore(t *testing.T) {
 	if res.Took <= 0 || len(res.Processes) != 3 {
 		t.Errorf("%+v", res)
 	}
-	if i := slices.IndexFunc(res.Processes, func(p Process) bool { return p.Ppid == 0 }); i < 0 || res.Processes[i].Pid != 1 || res.Processes[i].Comm != "sh" {
+	if i := slices.IndexFunc(res.Processes, func(p Process) bool { return p.Ppid == 0 }); i < 0 ||
+		res.Processes[i].Pid != 1 || res.Processes[i].Comm != "sh" {
 		t.Errorf("processes: %+v", res.Processes)
 	}
 	if b.Status() != "paused" {
@@ -90,7 +94,8 @@ func TestDumpAndRestore(t *testing.T) {
 	}
 	restore(t, b, rt, Options{})
 	b.Until("it counts on", func() bool { return b.Count() > at })
-	if _, err := Dump(ctx, Runtime{rt.Binary, rt.Root, "nosuch"}, DumpOptions{ImageDir: b.Images, WorkDir: b.Work}); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := Dump(ctx, Runtime{rt.Binary, rt.Root, "nosuch"},
+		DumpOptions{ImageDir: b.Images, WorkDir: b.Work}); !errors.Is(err, fault.ErrNotFound) {
 		t.Errorf("dump of none: %v", err)
 	}
 }
@@ -101,14 +106,19 @@ func TestDumpRefused(t *testing.T) { eachBundle(t, testDumpRefused) }
 func testDumpRefused(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
 	// More than CRIU's own limit, 1 MiB.
-	b, rt := start(t, []string{"sh", "-c", "busybox dd if=/dev/zero of=/big bs=1M count=2; exec 5</big; rm /big; i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done"}, edit)
+	b, rt := start(t, []string{
+		"sh", "-c", "busybox dd if=/dev/zero of=/big bs=1M count=2; exec 5</big; rm /big; i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done",
+	}, edit)
 	b.Until("it counts", func() bool { return b.Count() >= 3 })
 	if err := rt.Pause(ctx); err != nil {
 		t.Fatal(err)
 	}
-	_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true, Options: Options{GhostLimit: 1}})
+	_, err := Dump(ctx, rt, DumpOptions{
+		ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true, Options: Options{GhostLimit: 1},
+	})
 	var de *DumpError
-	if !errors.As(err, &de) || de.Code != "ghost-limit" || !strings.Contains(err.Error(), "/big") || de.Hint == "" || de.Log != filepath.Join(b.Work, "dump.log") {
+	if !errors.As(err, &de) || de.Code != "ghost-limit" || !strings.Contains(err.Error(), "/big") || de.Hint == "" ||
+		de.Log != filepath.Join(b.Work, "dump.log") {
 		t.Fatalf("%v: %+v", err, de)
 	}
 	if b.Status() != "paused" {
@@ -182,12 +192,15 @@ func TestDumpByACrunWithout(t *testing.T) {
 		t.Fatal(err)
 	}
 	for said, words := range map[string][]string{
-		"unknown command checkpoint":                               {"without", "runc"},
-		"2026-01-01T00:00:00.1Z: could not load `libcriu.so.2`":    {"library", "apt-get install libcriu2", "dnf install criu-libs", "runc", "--files-only"},
+		"unknown command checkpoint": {"without", "runc"},
+		"2026-01-01T00:00:00.1Z: could not load `libcriu.so.2`": {
+			"library", "apt-get install libcriu2", "dnf install criu-libs", "runc", "--files-only",
+		},
 		"could not load `libcriu.so.2`: `libcriu.so.2: no object`": {"library", "libcriu2", "criu-libs"},
 	} {
 		fake := filepath.Join(t.TempDir(), "crun")
-		script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in *checkpoint*) echo '%s' >&2; exit 1;; esac\nexec %s \"$@\"\n", said, real)
+		script := fmt.Sprintf("#!/bin/sh\ncase \"$*\" in *checkpoint*) echo '%s' >&2; exit 1;; esac\nexec %s \"$@\"\n",
+			said, real)
 		if err := os.WriteFile(fake, []byte(script), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -221,7 +234,9 @@ func testDumpWatches(t *testing.T, edit func(*specs.Spec)) {
 		}
 	}
 	b := criutest.New(t, []string{"watch"}, func(s *specs.Spec) { s.Root.Path = root; edit(s) })
-	if err := unix.Mount("overlay", root, "overlay", 0, fmt.Sprintf("lowerdir=%s,upperdir=%s/upper,workdir=%s/work,index=off,metacopy=off,redirect_dir=off", b.Files, dir, dir)); err != nil {
+	if err := unix.Mount("overlay", root, "overlay", 0,
+		fmt.Sprintf("lowerdir=%s,upperdir=%s/upper,workdir=%s/work,index=off,metacopy=off,redirect_dir=off", b.Files,
+			dir, dir)); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(root, unix.MNT_DETACH) })
@@ -346,7 +361,9 @@ func TestKilledWhileFrozen(t *testing.T) {
 				if at := between([]int{b.Pid(), child}); at == nil || at.why != killedInstant || at.tid != child {
 					t.Errorf("the instant is %+v", at)
 				}
-				if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); !Passing(err) || !strings.Contains(err.Error(), "is being ended and has not ended yet") {
+				if _, err := Dump(ctx, rt, DumpOptions{
+					ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true,
+				}); !Passing(err) || !strings.Contains(err.Error(), "is being ended and has not ended yet") {
 					t.Errorf("the dump ends with %v", err)
 				}
 			}
@@ -359,7 +376,9 @@ func TestKilledWhileFrozen(t *testing.T) {
 			if p, err := proc.Read(child); err == nil && !p.Ended() {
 				t.Errorf("the process is in state %c", p.State)
 			}
-			if _, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true}); err != nil {
+			if _, err := Dump(ctx, rt, DumpOptions{
+				ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: true,
+			}); err != nil {
 				t.Error(err)
 			}
 		})
@@ -386,7 +405,8 @@ func TestHoldOutlivesTheStarter(t *testing.T) {
 			err = unix.Flock(int(lock.Fd()), unix.LOCK_EX)
 		}
 		if err == nil {
-			_, err = Dump(context.Background(), Runtime{f[0], f[1], f[2]}, DumpOptions{ImageDir: f[3], WorkDir: f[4], LeaveRunning: true, Hold: lock})
+			_, err = Dump(context.Background(), Runtime{f[0], f[1], f[2]},
+				DumpOptions{ImageDir: f[3], WorkDir: f[4], LeaveRunning: true, Hold: lock})
 		}
 		t.Log(err)
 		return
@@ -409,7 +429,8 @@ func TestHoldOutlivesTheStarter(t *testing.T) {
 		t.Fatal(err)
 	}
 	child := exec.Command(os.Args[0], "-test.run", "^TestHoldOutlivesTheStarter$")
-	child.Env = append(os.Environ(), "AGENTBOX_TEST_DUMP="+strings.Join([]string{slow, rt.Root, rt.ID, b.Images, b.Work, lock}, "\n"))
+	child.Env = append(os.Environ(), "AGENTBOX_TEST_DUMP="+
+		strings.Join([]string{slow, rt.Root, rt.ID, b.Images, b.Work, lock}, "\n"))
 	if err := child.Start(); err != nil {
 		t.Fatal(err)
 	}

@@ -30,7 +30,9 @@ func (r Runtime) LetIn(ctx context.Context, initPid int) error {
 			return nil
 		}
 		err := r.Resume(ctx)
-		for err == nil && slices.ContainsFunc(entering(initPid, r.ID), func(pid int) bool { return slices.Contains(caught, pid) }) {
+		for err == nil && slices.ContainsFunc(entering(initPid, r.ID), func(pid int) bool {
+			return slices.Contains(caught, pid)
+		}) {
 			select {
 			case <-time.After(2 * time.Millisecond):
 			case <-ctx.Done():

@@ -50,7 +50,8 @@ func failWriteOf(pid int, dir string) bool {
 		}
 		if regs.Rax == enters && writes(pid, &regs, dir) {
 			regs.Orig_rax = no
-			if unix.PtraceSetRegs(pid, &regs) != nil || unix.PtraceSyscall(pid, 0) != nil || !stopsUntil(pid, time.Now().Add(failLimit)) {
+			if unix.PtraceSetRegs(pid, &regs) != nil || unix.PtraceSyscall(pid, 0) != nil ||
+				!stopsUntil(pid, time.Now().Add(failLimit)) {
 				return false
 			}
 			if unix.PtraceGetRegs(pid, &regs) != nil {

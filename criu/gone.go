@@ -140,7 +140,8 @@ func eachHeld(pid int, lost bool, fn func(holder) error) error {
 			return nil
 		}
 		err = fn(holder{proc: path, pid: inside, fd: fd, path: name, gone: is})
-		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.ENXIO) {
+		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EACCES) ||
+			errors.Is(err, unix.ENXIO) {
 			return nil
 		}
 		return err

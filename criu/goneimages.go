@@ -59,7 +59,8 @@ func (g *goneFiles) complete(dir, upper string) error {
 	for i, r := range c.remaps {
 		remaps[i] = r
 	}
-	return errors.Join(writeImage(filepath.Join(dir, filesImage), magicFiles, files), writeImage(filepath.Join(dir, remapImage), magicRemap, remaps))
+	return errors.Join(writeImage(filepath.Join(dir, filesImage), magicFiles, files),
+		writeImage(filepath.Join(dir, remapImage), magicRemap, remaps))
 }
 
 type completer struct {
@@ -197,10 +198,13 @@ func (c *completer) remap(f *gone, id uint32) error {
 			f.link = c.last + 1
 			c.last += 2
 			c.files = append(c.files,
-				fileEntry(f.link, path.Join("/", path.Dir(f.other), fmt.Sprintf("%s%d", linkName, f.link))), fileEntry(c.last, "/"+f.other))
+				fileEntry(f.link, path.Join("/", path.Dir(f.other), fmt.Sprintf("%s%d", linkName, f.link))),
+				fileEntry(c.last, "/"+f.other))
 		}
 	}
-	e := &remap.RemapFilePathEntry{OrigId: proto.Uint32(id), RemapId: proto.Uint32(f.ghost), RemapType: remap.RemapType_GHOST.Enum()}
+	e := &remap.RemapFilePathEntry{
+		OrigId: proto.Uint32(id), RemapId: proto.Uint32(f.ghost), RemapType: remap.RemapType_GHOST.Enum(),
+	}
 	if f.link != 0 {
 		e.RemapId, e.RemapType = proto.Uint32(f.link), remap.RemapType_LINKED.Enum()
 	}
@@ -211,7 +215,10 @@ func (c *completer) remap(f *gone, id uint32) error {
 func fileEntry(id uint32, name string) *fdinfo.FileEntry {
 	return &fdinfo.FileEntry{Type: fdinfo.FdTypes_REG.Enum(), Id: proto.Uint32(id), Reg: &regfile.RegFileEntry{
 		Id: proto.Uint32(id), Flags: proto.Uint32(0), Pos: proto.Uint64(0), Name: proto.String(name),
-		Fown: &fown.FownEntry{Uid: proto.Uint32(0), Euid: proto.Uint32(0), Signum: proto.Uint32(0), PidType: proto.Uint32(0), Pid: proto.Uint32(0)},
+		Fown: &fown.FownEntry{
+			Uid: proto.Uint32(0), Euid: proto.Uint32(0), Signum: proto.Uint32(0),
+			PidType: proto.Uint32(0), Pid: proto.Uint32(0),
+		},
 	}}
 }
 
@@ -231,7 +238,8 @@ func (c *completer) nameLeft(f *gone) (name string) {
 			return nil
 		}
 		rel, err := filepath.Rel(c.upper, p)
-		if err != nil || unix.Lstat(fmt.Sprintf("/proc/%d/root/%s", c.init, rel), &st) != nil || st.Dev != f.stat.Dev || st.Ino != f.stat.Ino {
+		if err != nil || unix.Lstat(fmt.Sprintf("/proc/%d/root/%s", c.init, rel), &st) != nil ||
+			st.Dev != f.stat.Dev || st.Ino != f.stat.Ino {
 			return nil
 		}
 		name = rel
@@ -418,7 +426,9 @@ func copyChunks(out, in *os.File, size int64) error {
 		if to <= from {
 			return nil
 		}
-		if err := writeEntry(out, &ghostfile.GhostChunkEntry{Len: proto.Uint64(uint64(to - from)), Off: proto.Uint64(uint64(from))}); err != nil {
+		if err := writeEntry(out, &ghostfile.GhostChunkEntry{
+			Len: proto.Uint64(uint64(to - from)), Off: proto.Uint64(uint64(from)),
+		}); err != nil {
 			return err
 		}
 		if n, err := io.Copy(out, io.NewSectionReader(in, from, to-from)); err != nil || n < to-from {

@@ -91,7 +91,8 @@ func holders(path string) (list []int) {
 			continue
 		}
 		for _, fd := range fds {
-			if link, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", p, fd.Name())); err == nil && link == path && p != os.Getpid() {
+			if link, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", p, fd.Name())); err == nil &&
+				link == path && p != os.Getpid() {
 				list = append(list, p)
 				break
 			}

@@ -163,7 +163,8 @@ func CheckImages(dir string) error {
 		case err != nil:
 			return fmt.Errorf("images: %w", err)
 		case st.Size() < size:
-			return fmt.Errorf("image pages-%d.img has %d bytes where its page map promises %d: %w", id, st.Size(), size, fault.ErrCorrupt)
+			return fmt.Errorf("image pages-%d.img has %d bytes where its page map promises %d: %w", id, st.Size(),
+				size, fault.ErrCorrupt)
 		}
 	}
 	return nil

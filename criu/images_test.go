@@ -36,11 +36,14 @@ func TestImages(t *testing.T) {
 		t.Fatal(err)
 	}
 	for name, harm := range map[string]func(dir string) error{
-		"no tree":          func(d string) error { return os.Remove(filepath.Join(d, "pstree.img")) },
-		"no core":          func(d string) error { return os.Remove(filepath.Join(d, "core-1.img")) },
-		"cut-off tree":     func(d string) error { return os.Truncate(filepath.Join(d, "pstree.img"), 13) },
-		"empty tree":       func(d string) error { return os.Truncate(filepath.Join(d, "pstree.img"), 8) },
-		"no magic":         func(d string) error { return os.WriteFile(filepath.Join(d, "pstree.img"), []byte("12345678"), 0o600) },
+		"no tree":      func(d string) error { return os.Remove(filepath.Join(d, "pstree.img")) },
+		"no core":      func(d string) error { return os.Remove(filepath.Join(d, "core-1.img")) },
+		"cut-off tree": func(d string) error { return os.Truncate(filepath.Join(d, "pstree.img"), 13) },
+		"empty tree":   func(d string) error { return os.Truncate(filepath.Join(d, "pstree.img"), 8) },
+		"no magic": func(d string) error {
+			return os.WriteFile(filepath.Join(d, "pstree.img"),
+				[]byte("12345678"), 0o600)
+		},
 		"huge entry":       func(d string) error { return appendWord(filepath.Join(d, "pstree.img"), 0xfffffff0) },
 		"cut-off pages":    func(d string) error { return shorten(d, "pages-*.img") },
 		"cut-off page map": func(d string) error { return shorten(d, "pagemap-*.img") },
@@ -57,7 +60,8 @@ func TestImages(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err := Processes(dir)
-		if err := errors.Join(err, CheckImages(dir)); !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fs.ErrNotExist) {
+		if err := errors.Join(err, CheckImages(dir)); !errors.Is(err, fault.ErrCorrupt) &&
+			!errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -90,7 +94,8 @@ func TestThreadsOfZombie(t *testing.T) {
 	core := func(state uint32) *criucore.CoreEntry {
 		none, no, mtype := uint32(0), uint64(0), criucore.CoreEntry_X86_64
 		return &criucore.CoreEntry{Mtype: &mtype, Tc: &criucore.TaskCoreEntry{
-			TaskState: &state, ExitCode: &none, Personality: &none, Flags: &none, BlkSigset: &no, Comm: proto.String("sleep"),
+			TaskState: &state, ExitCode: &none, Personality: &none, Flags: &none, BlkSigset: &no,
+			Comm: proto.String("sleep"),
 		}}
 	}
 	write("pstree.img", magicPstree, process(1, 0, 1, 4), process(2, 1, 2760395952), process(3, 1, 0))
@@ -100,7 +105,8 @@ func TestThreadsOfZombie(t *testing.T) {
 	write("core-3.img", magicCore, core(taskZombie))
 	list, err := Processes(dir)
 	want := []Process{
-		{Pid: 1, Comm: "sleep", Threads: []int{1, 4}}, {Pid: 2, Ppid: 1, Comm: "sleep", Threads: []int{2}}, {Pid: 3, Ppid: 1, Comm: "sleep", Threads: []int{3}},
+		{Pid: 1, Comm: "sleep", Threads: []int{1, 4}}, {Pid: 2, Ppid: 1, Comm: "sleep", Threads: []int{2}},
+		{Pid: 3, Ppid: 1, Comm: "sleep", Threads: []int{3}},
 	}
 	if err != nil || !reflect.DeepEqual(list, want) {
 		t.Errorf("%+v, %v", list, err)
@@ -161,8 +167,10 @@ func TestOpenFiles(t *testing.T) {
 		t.Errorf("no images: %v, %v", list, err)
 	}
 	ctx := context.Background()
-	b, rt := start(t, []string{"sh", "-c", `exec 3>/tmp/kept 4>/tmp/deleted 5>>/tmp/log; echo hello >&3; echo bye >&4; rm /tmp/deleted
-mkdir /tmp/in /tmp/left; (cd /tmp/in; exec sleep 1000) & (cd /tmp/left; rmdir /tmp/left; exec sleep 1000) & ` + criutest.Counter[2]}, nil)
+	b, rt := start(t, []string{"sh", "-c",
+		`exec 3>/tmp/kept 4>/tmp/deleted 5>>/tmp/log; echo hello >&3; echo bye >&4; rm /tmp/deleted
+mkdir /tmp/in /tmp/left; (cd /tmp/in; exec sleep 1000) & (cd /tmp/left; rmdir /tmp/left; exec sleep 1000) & ` +
+			criutest.Counter[2]}, nil)
 	b.Until("it counts", func() bool { return b.Count() >= 2 })
 	if err := rt.Pause(ctx); err != nil {
 		t.Fatal(err)
@@ -224,8 +232,14 @@ func TestAddresses(t *testing.T) {
 		}
 		word := func(n uint32) *uint32 { return &n }
 		return &fdinfo.FileEntry{Type: fdinfo.FdTypes_INETSK.Enum(), Id: word(1), Isk: &sk_inet.InetSkEntry{
-			Id: word(1), Ino: word(1), Family: &family, Type: word(1), Proto: &proto, State: &state, SrcPort: word(80), DstPort: word(0), Flags: word(0), Backlog: word(0),
-			SrcAddr: words, Fown: &fown.FownEntry{Uid: word(0), Euid: word(0), Signum: word(0), PidType: word(0), Pid: word(0)}, Opts: &sk_opts.SkOptsEntry{SoSndbuf: word(0), SoRcvbuf: word(0), SoSndTmoSec: new(uint64), SoSndTmoUsec: new(uint64), SoRcvTmoSec: new(uint64), SoRcvTmoUsec: new(uint64)}}}
+			Id: word(1), Ino: word(1), Family: &family, Type: word(1), Proto: &proto, State: &state, SrcPort: word(80),
+			DstPort: word(0), Flags: word(0), Backlog: word(0),
+			SrcAddr: words, Fown: &fown.FownEntry{
+				Uid: word(0), Euid: word(0), Signum: word(0), PidType: word(0), Pid: word(0),
+			}, Opts: &sk_opts.SkOptsEntry{
+				SoSndbuf: word(0), SoRcvbuf: word(0), SoSndTmoSec: new(uint64), SoSndTmoUsec: new(uint64),
+				SoRcvTmoSec: new(uint64), SoRcvTmoUsec: new(uint64),
+			}}}
 	}
 	mapped := netip.MustParseAddr("::ffff:192.0.2.3").As16()
 	six := netip.MustParseAddr("2001:db8::1").As16()
@@ -235,8 +249,10 @@ func TestAddresses(t *testing.T) {
 		file = binary.LittleEndian.AppendUint32(file, word)
 	}
 	for _, m := range []proto.Message{
-		socket(2, 6, 10, 0, 0, 0, 0), socket(2, 6, 10, 127, 0, 0, 1), socket(2, 6, tcpListen, 192, 0, 2, 1), socket(2, 6, 1, 192, 0, 2, 2), socket(2, 6, 1, 192, 0, 2, 1),
-		socket(10, 6, 1, mapped[:]...), socket(10, 17, 7, six[:]...), socket(10, 17, 7, local[:]...), &fdinfo.FileEntry{Type: fdinfo.FdTypes_REG.Enum(), Id: new(uint32)},
+		socket(2, 6, 10, 0, 0, 0, 0), socket(2, 6, 10, 127, 0, 0, 1), socket(2, 6, tcpListen, 192, 0, 2, 1),
+		socket(2, 6, 1, 192, 0, 2, 2), socket(2, 6, 1, 192, 0, 2, 1),
+		socket(10, 6, 1, mapped[:]...), socket(10, 17, 7, six[:]...), socket(10, 17, 7, local[:]...),
+		&fdinfo.FileEntry{Type: fdinfo.FdTypes_REG.Enum(), Id: new(uint32)},
 	} {
 		data, err := proto.MarshalOptions{AllowPartial: true}.Marshal(m)
 		if err != nil {
@@ -247,7 +263,9 @@ func TestAddresses(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "files.img"), file, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for tcp, want := range map[string]string{"": "[192.0.2.1 192.0.2.2 192.0.2.3 2001:db8::1]", TCPClose: "[192.0.2.1 2001:db8::1]"} {
+	for tcp, want := range map[string]string{
+		"": "[192.0.2.1 192.0.2.2 192.0.2.3 2001:db8::1]", TCPClose: "[192.0.2.1 2001:db8::1]",
+	} {
 		if got, err := Addresses(dir, tcp); err != nil || fmt.Sprint(got) != want {
 			t.Errorf("with %q: %v, %v; want %s", tcp, got, err, want)
 		}

@@ -40,7 +40,10 @@ func Judges(name string) (read, ghost bool) {
 	if strings.HasPrefix(name, "ghost-file-") {
 		return false, true
 	}
-	for _, prefix := range []string{"pstree.", "inventory.", "files.", "remap-fpath.", "filelocks.", "core-", "ids-", "fdinfo-", "mm-", "fs-", "mountpoints-", "ipcns-shm-", "memfd.", proof.File} {
+	for _, prefix := range []string{
+		"pstree.", "inventory.", "files.", "remap-fpath.", "filelocks.", "core-", "ids-", "fdinfo-", "mm-", "fs-",
+		"mountpoints-", "ipcns-shm-", "memfd.", proof.File,
+	} {
 		if strings.HasPrefix(name, prefix) {
 			return true, false
 		}
@@ -69,7 +72,9 @@ func Judge(dir string) error {
 		return err
 	}
 	j.files = files
-	for _, step := range []func() error{j.readFds, j.checkMemory, j.checkShared, j.checkRemaps, j.checkThreadFiles, j.checkSockets, j.checkLocks} {
+	for _, step := range []func() error{
+		j.readFds, j.checkMemory, j.checkShared, j.checkRemaps, j.checkThreadFiles, j.checkSockets, j.checkLocks,
+	} {
 		if err := step(); err != nil {
 			return err
 		}
@@ -159,7 +164,9 @@ func (j *judge) readTasks() error {
 			return err
 		}
 		for _, id := range t.threads {
-			if err := j.read(fmt.Sprintf("core-%d.img", id), magicCore, 1, func([]byte) error { return nil }); err != nil {
+			if err := j.read(fmt.Sprintf("core-%d.img", id), magicCore, 1, func([]byte) error {
+				return nil
+			}); err != nil {
 				return err
 			}
 		}
@@ -299,7 +306,9 @@ func (j *judge) checkNamespaces() error {
 			if ns.of(t.ids) == ns.of(first) || ns.nested && own {
 				continue
 			}
-			u := &Unrestorable{fmt.Sprintf("%v is in a %s namespace of its own, which CRIU cannot restore", t, ns.name), stopIt}
+			u := &Unrestorable{
+				fmt.Sprintf("%v is in a %s namespace of its own, which CRIU cannot restore", t, ns.name), stopIt,
+			}
 			if ns.name == "time" {
 				u.Reason = fmt.Sprintf("%v is in another time namespace than the first process, which CRIU cannot restore: it came in through an exec after a restore", t)
 				u.Hint = "Stop that process and start it again, or restart the sandbox; --files-only takes the files alone."
@@ -339,7 +348,8 @@ func (j *judge) checkMounts() error {
 				continue
 			}
 			if top != "" {
-				return &Unrestorable{fmt.Sprintf("of the mounts of %v neither %s nor %s lies in another", t, top, points[id]), stopIt}
+				return &Unrestorable{fmt.Sprintf("of the mounts of %v neither %s nor %s lies in another", t,
+					top, points[id]), stopIt}
 			}
 			top = points[id]
 		}
@@ -370,14 +380,16 @@ func (j *judge) checkMemory() error {
 			case kind != uint64(fdinfo.FdTypes_REG):
 				lack = &Unrestorable{fmt.Sprintf("the program of %v was run from memory (memfd_create) and is no file, which CRIU cannot restore", t), stopIt}
 			}
-			if f := j.files.named[e.GetExeFileId()]; f != nil && f.Mode != nil && f.GetMode()&0o111 == 0 && lack == nil {
+			if f := j.files.named[e.GetExeFileId()]; f != nil && f.Mode != nil &&
+				f.GetMode()&0o111 == 0 && lack == nil {
 				lack = &Unrestorable{fmt.Sprintf("the program of %v, %s, may not be executed any more, and CRIU cannot restore that", t, f.GetName()), "Give the file back its mode (chmod +x), or stop that process; --files-only takes the files alone."}
 			}
 			for _, v := range e.GetVmas() {
 				if lack == nil && v.GetStatus()&shared != 0 && j.sealed(uint32(v.GetShmid())) {
 					lack = &Unrestorable{fmt.Sprintf("%v has a sealed memfd (F_SEAL_WRITE) mapped as shared, which CRIU cannot restore", t), stopIt}
 				}
-				if s := v.GetStatus(); lack == nil && s&fileMap != 0 && s&special == 0 && !j.files.has(uint32(v.GetShmid())) {
+				if s := v.GetStatus(); lack == nil && s&fileMap != 0 && s&special == 0 &&
+					!j.files.has(uint32(v.GetShmid())) {
 					lack = missing(fmt.Sprintf("the file mapped at %#x", v.GetStart()), uint32(v.GetShmid()))
 				}
 			}
@@ -422,10 +434,13 @@ func (j *judge) checkLocks() error {
 		switch {
 		case bad != nil:
 		case t == nil || t.dead:
-			bad = &Unrestorable{fmt.Sprintf("process %d, which holds a file lock, is not in the images", e.GetPid()), stopIt}
+			bad = &Unrestorable{
+				fmt.Sprintf("process %d, which holds a file lock, is not in the images", e.GetPid()), stopIt,
+			}
 		default:
 			if _, open := j.fds[t.ids.GetFilesId()][uint32(e.GetFd())]; !open {
-				bad = &Unrestorable{fmt.Sprintf("descriptor %d, by which %v holds a file lock, is not in the images", e.GetFd(), t), stopIt}
+				bad = &Unrestorable{fmt.Sprintf("descriptor %d, by which %v holds a file lock, is not in the images",
+					e.GetFd(), t), stopIt}
 			}
 		}
 		return nil

@@ -30,7 +30,9 @@ func TestJudge(t *testing.T) {
 	ctx := context.Background()
 	talk := filepath.Join(t.TempDir(), "talk")
 	build(t, talk, "talk")
-	b, rt := start(t, []string{"sh", "-c", "echo x >/gone; exec 5</gone; rm /gone; (while [ ! -e /bin/talk ]; do sleep 0.02; done; talk lock; :) & i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done"}, nil)
+	b, rt := start(t, []string{
+		"sh", "-c", "echo x >/gone; exec 5</gone; rm /gone; (while [ ! -e /bin/talk ]; do sleep 0.02; done; talk lock; :) & i=0; while :; do i=$((i+1)); " + criutest.Store + "; sleep 0.05; done",
+	}, nil)
 	install(t, b, talk, "talk")
 	b.Until("it counts", func() bool { return b.Count() >= 2 })
 	b.Until("the lock is taken", func() bool { return lockHeld(filepath.Join(b.Files, "lock")) })
@@ -76,30 +78,72 @@ func TestJudge(t *testing.T) {
 				e.Pid = proto.Uint32(uint32(second))
 			}
 		}), "two processes have the pid"},
-		{"two first processes", "pstree.img", magicPstree, edited(func(e *pstree.PstreeEntry) { e.Ppid = proto.Uint32(0) }), "has no parent"},
+		{
+			"two first processes", "pstree.img", magicPstree,
+			edited(func(e *pstree.PstreeEntry) { e.Ppid = proto.Uint32(0) }), "has no parent",
+		},
 		{"a thread that is a process", "pstree.img", magicPstree, edited(func(e *pstree.PstreeEntry) {
 			if e.GetPpid() == 0 {
 				e.Threads = append(e.Threads, uint32(second))
 			}
 		}), "a thread of process 1 (sh) has the pid of process"},
-		{"a thread without image", "pstree.img", magicPstree, edited(func(e *pstree.PstreeEntry) { e.Threads = append(e.Threads, other) }), ""},
+		{
+			"a thread without image", "pstree.img", magicPstree,
+			edited(func(e *pstree.PstreeEntry) { e.Threads = append(e.Threads, other) }), "",
+		},
 		{"a session of no ancestor", "pstree.img", magicPstree, edited(func(e *pstree.PstreeEntry) {
 			if e.GetPpid() != 0 && e.GetPpid() != 1 {
 				e.Sid = proto.Uint32(other)
 			}
 		}), "is in session 1048576"},
-		{"another time namespace", idsOf(second), magicIDs, edited(func(e *criucore.TaskKobjIdsEntry) { e.TimeNsId = proto.Uint32(99) }), "in another time namespace"},
-		{"another pid namespace", idsOf(second), magicIDs, edited(func(e *criucore.TaskKobjIdsEntry) { e.PidNsId = proto.Uint32(99) }), "in a pid namespace of its own"},
-		{"another uts namespace", idsOf(second), magicIDs, edited(func(e *criucore.TaskKobjIdsEntry) { e.UtsNsId = proto.Uint32(99) }), "in a uts namespace of its own"},
-		{"another ipc namespace", idsOf(second), magicIDs, edited(func(e *criucore.TaskKobjIdsEntry) { e.IpcNsId = proto.Uint32(99) }), "in a ipc namespace of its own"},
-		{"another user namespace", idsOf(second), magicIDs, edited(func(e *criucore.TaskKobjIdsEntry) { e.UserNsId = proto.Uint32(99) }), "in a user namespace of its own"},
-		{"no table of descriptors", idsOf(second), magicIDs, edited(func(e *criucore.TaskKobjIdsEntry) { e.FilesId = proto.Uint32(99) }), ""},
-		{"a descriptor of no file", "fdinfo-*.img", magicFdinfo, edited(func(e *fdinfo.FdinfoEntry) { e.Id = proto.Uint32(other) }), "is not in the images"},
-		{"a descriptor of another type", "fdinfo-*.img", magicFdinfo, edited(func(e *fdinfo.FdinfoEntry) { e.Type = fdinfo.FdTypes_SIGNALFD.Enum() }), "of another type"},
-		{"a descriptor twice", "fdinfo-*.img", magicFdinfo, edited(func(e *fdinfo.FdinfoEntry) { e.Fd = proto.Uint32(7) }), "twice"},
+		{
+			"another time namespace", idsOf(second), magicIDs,
+			edited(func(e *criucore.TaskKobjIdsEntry) { e.TimeNsId = proto.Uint32(99) }), "in another time namespace",
+		},
+		{
+			"another pid namespace", idsOf(second), magicIDs,
+			edited(func(e *criucore.TaskKobjIdsEntry) { e.PidNsId = proto.Uint32(99) }),
+			"in a pid namespace of its own",
+		},
+		{
+			"another uts namespace", idsOf(second), magicIDs,
+			edited(func(e *criucore.TaskKobjIdsEntry) { e.UtsNsId = proto.Uint32(99) }),
+			"in a uts namespace of its own",
+		},
+		{
+			"another ipc namespace", idsOf(second), magicIDs,
+			edited(func(e *criucore.TaskKobjIdsEntry) { e.IpcNsId = proto.Uint32(99) }),
+			"in a ipc namespace of its own",
+		},
+		{
+			"another user namespace", idsOf(second), magicIDs,
+			edited(func(e *criucore.TaskKobjIdsEntry) { e.UserNsId = proto.Uint32(99) }),
+			"in a user namespace of its own",
+		},
+		{
+			"no table of descriptors", idsOf(second), magicIDs,
+			edited(func(e *criucore.TaskKobjIdsEntry) { e.FilesId = proto.Uint32(99) }), "",
+		},
+		{
+			"a descriptor of no file", "fdinfo-*.img", magicFdinfo,
+			edited(func(e *fdinfo.FdinfoEntry) { e.Id = proto.Uint32(other) }), "is not in the images",
+		},
+		{
+			"a descriptor of another type", "fdinfo-*.img", magicFdinfo,
+			edited(func(e *fdinfo.FdinfoEntry) { e.Type = fdinfo.FdTypes_SIGNALFD.Enum() }), "of another type",
+		},
+		{
+			"a descriptor twice", "fdinfo-*.img", magicFdinfo,
+			edited(func(e *fdinfo.FdinfoEntry) { e.Fd = proto.Uint32(7) }), "twice",
+		},
 		{"a file twice", "files.img", magicFiles, edited(func(e *fdinfo.FileEntry) { e.Id = proto.Uint32(7) }), ""},
-		{"a program that is no file", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) { e.ExeFileId = proto.Uint32(noFile) }), "was run from memory"},
-		{"no program", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) { e.ExeFileId = proto.Uint32(other) }), "the program of"},
+		{
+			"a program that is no file", "mm-*.img", magicMm,
+			edited(func(e *mm.MmEntry) { e.ExeFileId = proto.Uint32(noFile) }), "was run from memory",
+		},
+		{"no program", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) {
+			e.ExeFileId = proto.Uint32(other)
+		}), "the program of"},
 		{"a mapped file that is missing", "mm-*.img", magicMm, edited(func(e *mm.MmEntry) {
 			for _, v := range e.Vmas {
 				if v.GetStatus()&(1<<6) != 0 {
@@ -107,13 +151,35 @@ func TestJudge(t *testing.T) {
 				}
 			}
 		}), "the file mapped at"},
-		{"no working directory", "fs-*.img", magicFs, edited(func(e *crfs.FsEntry) { e.CwdId = proto.Uint32(other) }), "the working directory of"},
-		{"no root", "fs-*.img", magicFs, edited(func(e *crfs.FsEntry) { e.RootId = proto.Uint32(other) }), "the root directory of"},
-		{"no copy of a deleted file", "remap-fpath.img", magicRemap, edited(func(e *remap.RemapFilePathEntry) { e.RemapId = proto.Uint32(other) }), ""},
-		{"a lock of nothing", "filelocks.img", magicLocks, edited(func(e *filelock.FileLockEntry) { e.Pid = proto.Int32(other) }), "which holds a file lock"},
-		{"a lock of no descriptor", "filelocks.img", magicLocks, edited(func(e *filelock.FileLockEntry) { e.Fd = proto.Int32(99) }), "holds a file lock, is not in the images"},
-		{"mounts in nothing", "mountpoints-*.img", magicMnts, edited(func(e *mnt.MntEntry) { e.ParentMntId = proto.Uint32(other) }), "lies in another"},
-		{"a mount twice", "mountpoints-*.img", magicMnts, edited(func(e *mnt.MntEntry) { e.MntId = proto.Uint32(7) }), ""},
+		{
+			"no working directory", "fs-*.img", magicFs,
+			edited(func(e *crfs.FsEntry) { e.CwdId = proto.Uint32(other) }), "the working directory of",
+		},
+		{
+			"no root", "fs-*.img", magicFs, edited(func(e *crfs.FsEntry) { e.RootId = proto.Uint32(other) }),
+			"the root directory of",
+		},
+		{
+			"no copy of a deleted file", "remap-fpath.img", magicRemap,
+			edited(func(e *remap.RemapFilePathEntry) { e.RemapId = proto.Uint32(other) }), "",
+		},
+		{
+			"a lock of nothing", "filelocks.img", magicLocks,
+			edited(func(e *filelock.FileLockEntry) { e.Pid = proto.Int32(other) }), "which holds a file lock",
+		},
+		{
+			"a lock of no descriptor", "filelocks.img", magicLocks,
+			edited(func(e *filelock.FileLockEntry) { e.Fd = proto.Int32(99) }),
+			"holds a file lock, is not in the images",
+		},
+		{
+			"mounts in nothing", "mountpoints-*.img", magicMnts,
+			edited(func(e *mnt.MntEntry) { e.ParentMntId = proto.Uint32(other) }), "lies in another",
+		},
+		{
+			"a mount twice", "mountpoints-*.img", magicMnts,
+			edited(func(e *mnt.MntEntry) { e.MntId = proto.Uint32(7) }), "",
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "images")
@@ -127,7 +193,8 @@ func TestJudge(t *testing.T) {
 			err := Judge(dir)
 			var u *Unrestorable
 			switch {
-			case c.want == "" && !errors.Is(err, fault.ErrCorrupt), c.want != "" && (!errors.As(err, &u) || !strings.Contains(err.Error(), c.want) || u.Hint == ""):
+			case c.want == "" && !errors.Is(err, fault.ErrCorrupt),
+				c.want != "" && (!errors.As(err, &u) || !strings.Contains(err.Error(), c.want) || u.Hint == ""):
 				t.Errorf("%v", err)
 			}
 		})

@@ -37,7 +37,10 @@ func (o *opened) has(id uint32) bool {
 }
 
 func readOpened(dir string) (*opened, error) {
-	o := &opened{kinds: map[uint32]uint64{}, named: map[uint32]*regfile.RegFileEntry{}, memfds: map[uint32]uint32{}, seals: map[uint32]uint32{}}
+	o := &opened{
+		kinds: map[uint32]uint64{}, named: map[uint32]*regfile.RegFileEntry{}, memfds: map[uint32]uint32{},
+		seals: map[uint32]uint32{},
+	}
 	err := optionalImage(dir, filesImage, magicFiles, func(data []byte) error {
 		kind, id, ok := typeAndID(data)
 		if !ok {
@@ -164,7 +167,8 @@ func (j *judge) checkThreadFiles() error {
 		if t == nil || t.dead || tid == pid || slices.Contains(t.threads, tid) {
 			continue
 		}
-		return &Unrestorable{fmt.Sprintf("a process has %s open, of a thread that has ended, which CRIU cannot restore", f.GetName()), "Have it close the file, then try again; --files-only takes the files alone."}
+		return &Unrestorable{fmt.Sprintf("a process has %s open, of a thread that has ended, which CRIU cannot restore",
+			f.GetName()), "Have it close the file, then try again; --files-only takes the files alone."}
 	}
 	return nil
 }
@@ -227,7 +231,8 @@ func (j *judge) checkRemaps() error {
 			}
 		case remap.RemapType_LINKED:
 			if !j.files.has(e.GetRemapId()) {
-				bad = &Unrestorable{fmt.Sprintf("the file that stands in for a deleted one (%#x) is not in the images", e.GetRemapId()), stopIt}
+				bad = &Unrestorable{fmt.Sprintf("the file that stands in for a deleted one (%#x) is not in the images",
+					e.GetRemapId()), stopIt}
 			}
 		}
 		return nil
@@ -247,7 +252,8 @@ func (j *judge) checkSockets() error {
 	byInode, connected := map[uint32]bool{}, map[uint32]bool{}
 	for _, s := range j.files.sockets {
 		if byInode[s.GetIno()] {
-			return fmt.Errorf("image %s: two unix sockets have the inode %d: %w", filesImage, s.GetIno(), fault.ErrCorrupt)
+			return fmt.Errorf("image %s: two unix sockets have the inode %d: %w", filesImage,
+				s.GetIno(), fault.ErrCorrupt)
 		}
 		byInode[s.GetIno()] = true
 		connected[s.GetPeer()] = true
@@ -263,9 +269,14 @@ func (j *judge) checkSockets() error {
 			return &Unrestorable{fmt.Sprintf("a process is connected to a unix socket outside the sandbox (%s)", name),
 				"Close the connection (a mounted docker.sock, X11, D-Bus or syslog socket, for example)."}
 		case s.GetPeer() != 0 && !byInode[s.GetPeer()]:
-			return &Unrestorable{fmt.Sprintf("the other end of %s, which a process has open, is not in the images", name), "Close the connection, then try again."}
-		case lone && s.GetType() != unix.SOCK_DGRAM && s.GetState() == established && s.GetShutdown() != skopts.SkShutdown_BOTH:
-			return &Unrestorable{fmt.Sprintf("%s, which a process has open, is connected with nothing", name), "Close the connection, then try again."}
+			return &Unrestorable{fmt.Sprintf("the other end of %s, which a process has open, is not in the images",
+				name), "Close the connection, then try again."}
+		case lone && s.GetType() != unix.SOCK_DGRAM && s.GetState() == established &&
+			s.GetShutdown() != skopts.SkShutdown_BOTH:
+			return &Unrestorable{
+				fmt.Sprintf("%s, which a process has open, is connected with nothing", name),
+				"Close the connection, then try again.",
+			}
 		case lone && !held[s.GetId()] && (s.GetType() == unix.SOCK_DGRAM || s.GetState() == established):
 			return &Unrestorable{fmt.Sprintf("%s is in flight from one process to another and has lost its peer, which CRIU cannot restore", name),
 				"Have the process that it is sent to receive it, then try again."}

@@ -135,7 +135,8 @@ var lockByNftables = sync.OnceValue(func() bool {
 	}
 	out, err := exec.Command(path, "--version").Output()
 	var major, minor int
-	if n, _ := fmt.Sscanf(string(out), "Version: %d.%d", &major, &minor); err != nil || n != 2 || major*100+minor < 402 {
+	if n, _ := fmt.Sscanf(string(out), "Version: %d.%d", &major, &minor); err != nil || n != 2 ||
+		major*100+minor < 402 {
 		return false
 	}
 	conn, err := nftables.New()
@@ -154,7 +155,9 @@ func hasNftables(path string) bool {
 	}
 	defer f.Close()
 	libs, err := f.ImportedLibraries()
-	return err == nil && slices.ContainsFunc(libs, func(l string) bool { return strings.HasPrefix(l, "libnftables.so") })
+	return err == nil && slices.ContainsFunc(libs, func(l string) bool {
+		return strings.HasPrefix(l, "libnftables.so")
+	})
 }
 
 // WriteConfig publishes CRIU's configuration file for o at path.

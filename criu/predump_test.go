@@ -48,7 +48,8 @@ func testPreDump(t *testing.T, f Features, how, want string) {
 		}
 	}
 	says("ready")
-	out, err := b.Do("checkpoint", "--pre-dump", "--image-path", filepath.Join(b.Work, "pre"), "--work-path", b.Work, b.ID)
+	out, err := b.Do("checkpoint", "--pre-dump", "--image-path", filepath.Join(b.Work, "pre"),
+		"--work-path", b.Work, b.ID)
 	if !f.DirtyTrack {
 		if err == nil || b.Status() != "running" {
 			t.Errorf("a pre-dump on a kernel without marks of what has changed: %v: %s; it is %s", err, out, b.Status())
@@ -64,7 +65,8 @@ func testPreDump(t *testing.T, f Features, how, want string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out, err := b.Do("checkpoint", "--image-path", b.Images, "--work-path", b.Work, "--parent-path", parent, b.ID); err != nil {
+	if out, err := b.Do("checkpoint", "--image-path", b.Images, "--work-path", b.Work, "--parent-path",
+		parent, b.ID); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	b.Until("it has ended", func() bool { return b.Status() == "gone" })

@@ -106,18 +106,20 @@ func Members(initPid int) ([]int, error) {
 // there are processes, while the container may be standing still.
 func groupPids(group string) (pids []int) {
 	for _, hierarchy := range []string{"freezer", "unified", ""} { // the last is the unified one where there is no other
-		_ = filepath.WalkDir(filepath.Join("/sys/fs/cgroup", hierarchy, group), func(path string, d fs.DirEntry, err error) error {
-			if err != nil || !d.IsDir() {
-				return nil // gone, or a file
-			}
-			data, _ := os.ReadFile(filepath.Join(path, "cgroup.procs")) // a threaded one has none: they are its parent's
-			for _, field := range strings.Fields(string(data)) {
-				if p, err := strconv.Atoi(field); err == nil && p > 0 {
-					pids = append(pids, p)
+		_ = filepath.WalkDir(filepath.Join("/sys/fs/cgroup", hierarchy, group),
+			func(path string, d fs.DirEntry, err error) error {
+				if err != nil || !d.IsDir() {
+					return nil // gone, or a file
 				}
-			}
-			return nil
-		})
+				// a threaded one has none: they are its parent's
+				data, _ := os.ReadFile(filepath.Join(path, "cgroup.procs"))
+				for _, field := range strings.Fields(string(data)) {
+					if p, err := strconv.Atoi(field); err == nil && p > 0 {
+						pids = append(pids, p)
+					}
+				}
+				return nil
+			})
 		if len(pids) > 0 {
 			break
 		}

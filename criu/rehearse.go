@@ -39,7 +39,9 @@ const maxDiffers = 100
 // restored from: the tree, the open files, the locks and the memory. It leaves out what the
 // kernel writes by itself (rseq areas, frames of signals, its own code).
 func Compare(ctx context.Context, dir string, initPid int) (Likeness, error) {
-	c := &comparison{judge: &judge{dir: dir, tasks: map[int]*task{}, threads: map[int]int{}, fds: map[uint32]map[uint32]uint32{}}}
+	c := &comparison{judge: &judge{
+		dir: dir, tasks: map[int]*task{}, threads: map[int]int{}, fds: map[uint32]map[uint32]uint32{},
+	}}
 	for _, step := range []func() error{c.readTree, c.readTasks, c.checkTree} {
 		if err := step(); err != nil {
 			return c.Likeness, err
@@ -134,7 +136,8 @@ func (c *comparison) compareTree() {
 		if t.dead {
 			continue
 		}
-		if comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", p)); string(bytes.TrimSuffix(comm, []byte("\n"))) != t.comm {
+		if comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", p)); string(bytes.TrimSuffix(comm,
+			[]byte("\n"))) != t.comm {
 			c.differs("%v has the name %q", t, comm)
 		}
 		for _, id := range []struct {
@@ -211,7 +214,8 @@ func (c *comparison) compareFiles() error {
 				c.differs("descriptor %d of %v is %s, not %s", fd, t, link, kindNames[c.files.kinds[id]])
 			}
 			if reg := regular[id].GetReg(); reg != nil {
-				if name := "/" + strings.TrimLeft(reg.GetName(), "/"); !moved[id] && link != name && !reg.GetExt() && link != strings.TrimSuffix(name, "/") {
+				if name := "/" + strings.TrimLeft(reg.GetName(), "/"); !moved[id] && link != name && !reg.GetExt() &&
+					link != strings.TrimSuffix(name, "/") {
 					c.differs("descriptor %d of %v is %s, not %s", fd, t, link, name)
 				}
 				c.comparePosition(t, p, fd, reg.GetPos(), uint64(reg.GetFlags()))
@@ -250,9 +254,12 @@ func (c *comparison) comparePosition(t *task, p int, fd uint32, pos, flags uint6
 }
 
 var kindNames = map[uint64]string{
-	uint64(fdinfo.FdTypes_PIPE): "pipe", uint64(fdinfo.FdTypes_INETSK): "socket", uint64(fdinfo.FdTypes_UNIXSK): "socket", uint64(fdinfo.FdTypes_NETLINKSK): "socket",
-	uint64(fdinfo.FdTypes_PACKETSK): "socket", uint64(fdinfo.FdTypes_EVENTFD): "anon_inode", uint64(fdinfo.FdTypes_EVENTPOLL): "anon_inode",
-	uint64(fdinfo.FdTypes_INOTIFY): "anon_inode", uint64(fdinfo.FdTypes_SIGNALFD): "anon_inode", uint64(fdinfo.FdTypes_TIMERFD): "anon_inode", uint64(fdinfo.FdTypes_FANOTIFY): "anon_inode",
+	uint64(fdinfo.FdTypes_PIPE): "pipe", uint64(fdinfo.FdTypes_INETSK): "socket",
+	uint64(fdinfo.FdTypes_UNIXSK): "socket", uint64(fdinfo.FdTypes_NETLINKSK): "socket",
+	uint64(fdinfo.FdTypes_PACKETSK): "socket", uint64(fdinfo.FdTypes_EVENTFD): "anon_inode",
+	uint64(fdinfo.FdTypes_EVENTPOLL): "anon_inode",
+	uint64(fdinfo.FdTypes_INOTIFY):   "anon_inode", uint64(fdinfo.FdTypes_SIGNALFD): "anon_inode",
+	uint64(fdinfo.FdTypes_TIMERFD): "anon_inode", uint64(fdinfo.FdTypes_FANOTIFY): "anon_inode",
 }
 
 func kindOf(link string) string {
@@ -303,11 +310,13 @@ func (c *comparison) compareLocks() error {
 		for line := range strings.Lines(string(text)) {
 			// lock:	1: FLOCK  ADVISORY  WRITE 359 00:13:11691 0 EOF
 			f := strings.Fields(line)
-			if len(f) >= 9 && f[0] == "lock:" && f[2] == kind && (f[4] == mode || kind == "LEASE") && f[7] == strconv.FormatInt(e.GetStart(), 10) {
+			if len(f) >= 9 && f[0] == "lock:" && f[2] == kind && (f[4] == mode || kind == "LEASE") &&
+				f[7] == strconv.FormatInt(e.GetStart(), 10) {
 				return nil
 			}
 		}
-		c.differs("%v does not hold its %s lock (%s, from %d) on descriptor %d", t, kind, strings.ToLower(mode), e.GetStart(), e.GetFd())
+		c.differs("%v does not hold its %s lock (%s, from %d) on descriptor %d", t, kind, strings.ToLower(mode),
+			e.GetStart(), e.GetFd())
 		return nil
 	})
 }
@@ -324,12 +333,15 @@ func (c *comparison) compareMemory(ctx context.Context) error {
 		if t.dead || !is {
 			continue
 		}
-		if _, err := os.Lstat(filepath.Join(c.dir, fmt.Sprintf("pagemap-%d.img", t.pid))); errors.Is(err, fs.ErrNotExist) {
+		if _, err := os.Lstat(filepath.Join(c.dir, fmt.Sprintf("pagemap-%d.img",
+			t.pid))); errors.Is(err, fs.ErrNotExist) {
 			continue // it shares the memory of another
 		}
 		own, err := c.ownAreas(t, p)
 		if err == nil {
-			err = c.comparePages(ctx, fmt.Sprintf("pagemap-%d.img", t.pid), t, p, own, func(at uint64) (uint64, bool) { return at, true })
+			err = c.comparePages(ctx, fmt.Sprintf("pagemap-%d.img", t.pid), t, p, own, func(at uint64) (uint64, bool) {
+				return at, true
+			})
 		}
 		if err == nil {
 			err = c.compareShared(ctx, t, p, segments, shared)
@@ -367,7 +379,9 @@ func (c *comparison) ownAreas(t *task, p int) ([]area, error) {
 				return err
 			}
 			if r := e.GetThreadCore().GetRseqEntry(); r.GetRseqAbiPointer() != 0 {
-				list = append(list, area{r.GetRseqAbiPointer(), r.GetRseqAbiPointer() + uint64(max(r.GetRseqAbiSize(), 32))})
+				list = append(list, area{
+					r.GetRseqAbiPointer(), r.GetRseqAbiPointer() + uint64(max(r.GetRseqAbiSize(), 32)),
+				})
 			}
 			if sp := stackOf(&e); sp > redZone+maxFrame {
 				list = append(list, area{sp - redZone - maxFrame, sp - redZone})
@@ -428,7 +442,9 @@ func (c *comparison) segments() (map[uint32]uint32, error) {
 }
 
 // compareShared compares memory of segments, once each, where t has them mapped.
-func (c *comparison) compareShared(ctx context.Context, t *task, p int, segments map[uint32]uint32, done map[uint32]bool) error {
+func (c *comparison) compareShared(
+	ctx context.Context, t *task, p int, segments map[uint32]uint32, done map[uint32]bool,
+) error {
 	const fileShared = 1 << 7
 	var list []*vma.VmaEntry
 	err := c.read(fmt.Sprintf("mm-%d.img", t.pid), magicMm, 1, func(data []byte) error {
@@ -463,7 +479,9 @@ func (c *comparison) compareShared(ctx context.Context, t *task, p int, segments
 
 // comparePages compares the pages of one page map; place tells where each is in the
 // process, if it is.
-func (c *comparison) comparePages(ctx context.Context, pagemap string, t *task, p int, own []area, place func(uint64) (uint64, bool)) error {
+func (c *comparison) comparePages(
+	ctx context.Context, pagemap string, t *task, p int, own []area, place func(uint64) (uint64, bool),
+) error {
 	mem, err := os.Open(fmt.Sprintf("/proc/%d/mem", p))
 	if err != nil {
 		return err

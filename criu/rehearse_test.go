@@ -26,7 +26,9 @@ func TestCompare(t *testing.T) {
 	ctx := context.Background()
 	talk := filepath.Join(t.TempDir(), "talk")
 	build(t, talk, "talk")
-	b, rt := start(t, []string{"sh", "-c", "echo text >/file; exec 5</file; while [ ! -e /bin/talk ]; do sleep 0.02; done; talk lock & sleep 1000 & wait"}, nil)
+	b, rt := start(t, []string{
+		"sh", "-c", "echo text >/file; exec 5</file; while [ ! -e /bin/talk ]; do sleep 0.02; done; talk lock & sleep 1000 & wait",
+	}, nil)
 	install(t, b, talk, "talk")
 	b.Until("the lock is taken", func() bool { return lockHeld(filepath.Join(b.Files, "lock")) })
 	if err := rt.Pause(ctx); err != nil {
@@ -41,7 +43,8 @@ func TestCompare(t *testing.T) {
 		t.Fatal(err)
 	}
 	got, err := Compare(ctx, b.Images, b.Pid())
-	if err != nil || len(got.Differs) > 0 || got.Processes != 3 || got.Threads < 4 || got.Descriptors < 10 || got.Locks != 1 || got.Pages < 50 {
+	if err != nil || len(got.Differs) > 0 || got.Processes != 3 || got.Threads < 4 || got.Descriptors < 10 ||
+		got.Locks != 1 || got.Pages < 50 {
 		t.Fatalf("%+v, %v", got, err)
 	}
 
@@ -51,7 +54,9 @@ func TestCompare(t *testing.T) {
 		edit       func(d []byte) []byte
 		want       string
 	}{
-		{"a process group", "pstree.img", magicPstree, edited(func(e *pstree.PstreeEntry) { e.Pgid = proto.Uint32(77) }), "the process group of process 1 (sh) is 1, not 77"},
+		{"a process group", "pstree.img", magicPstree, edited(func(e *pstree.PstreeEntry) {
+			e.Pgid = proto.Uint32(77)
+		}), "the process group of process 1 (sh) is 1, not 77"},
 		{"a position", "files.img", magicFiles, edited(func(e *fdinfo.FileEntry) {
 			if e.GetReg().GetName() == "/file" || e.GetReg().GetName() == "file" {
 				e.Reg.Pos = proto.Uint64(3)
@@ -67,7 +72,10 @@ func TestCompare(t *testing.T) {
 				e.Fd = proto.Uint32(55)
 			}
 		}), "descriptor 55 of process 1 (sh) is not open"},
-		{"a lock", "filelocks.img", magicLocks, edited(func(e *filelock.FileLockEntry) { e.Start = proto.Int64(9) }), "does not hold its FLOCK lock"},
+		{
+			"a lock", "filelocks.img", magicLocks, edited(func(e *filelock.FileLockEntry) { e.Start = proto.Int64(9) }),
+			"does not hold its FLOCK lock",
+		},
 		{"memory", "pages-1.img", 0, nil, "the memory of process 1 (sh) differs at 0x"},
 		{"shared memory", pagesWith(t, b.Images, "shared by all"), 0, nil, "(talk) differs at 0x"},
 	} {

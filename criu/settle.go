@@ -92,7 +92,8 @@ const (
 
 // passing is the error of a thread that is in such an instant.
 func (at *instant) passing(id string) *DumpError {
-	what, text := "waits for a vfork", "has begun a process by vfork, which has not executed its program yet, and can be stopped by nothing until then"
+	what, text := "waits for a vfork",
+		"has begun a process by vfork, which has not executed its program yet, and can be stopped by nothing until then"
 	switch at.why {
 	case killedInstant:
 		what, text = "is ending", "is being ended and has not ended yet"
@@ -115,7 +116,8 @@ const codeInstant = "instant"
 // Passing reports whether a dump has failed by what is over in some milliseconds.
 func Passing(err error) bool {
 	var d *DumpError
-	return errors.As(err, &d) && (d.Code == codeInstant && !d.waited || d.Code == "traced" && d.Log != "" || d.Code == "timeout" && d.Log != "")
+	return errors.As(err, &d) && (d.Code == codeInstant && !d.waited || d.Code == "traced" && d.Log != "" ||
+		d.Code == "timeout" && d.Log != "")
 }
 
 // between returns the instant that a thread of frozen processes is in; nil: none is.
@@ -157,7 +159,8 @@ func killed(pid int) bool {
 		if name != "SigPnd" && name != "ShdPnd" {
 			continue
 		}
-		if set, err := strconv.ParseUint(strings.TrimSpace(value), 16, 64); err == nil && set&(1<<(unix.SIGKILL-1)) != 0 {
+		if set, err := strconv.ParseUint(strings.TrimSpace(value), 16, 64); err == nil &&
+			set&(1<<(unix.SIGKILL-1)) != 0 {
 			return true
 		}
 	}

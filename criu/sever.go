@@ -96,7 +96,8 @@ func severanceOf(list []unixSocket, inside, outside map[uint32]Stray) (s severan
 			}
 			switch {
 			case held:
-				warn(fmt.Sprintf("the connection of process %d (%s) to %s is closed by a restore", stray.Pid, stray.Cmdline, severedName(u, byInode[u.peer], holder)))
+				warn(fmt.Sprintf("the connection of process %d (%s) to %s is closed by a restore", stray.Pid,
+					stray.Cmdline, severedName(u, byInode[u.peer], holder)))
 			case outside[u.ino].Pid == 0:
 				warn(fmt.Sprintf("the connection of process %d (%s) with a socket that is on its way to another process is closed by a restore", stray.Pid, stray.Cmdline))
 			}
@@ -167,7 +168,8 @@ func (s severance) sever(dir string) error {
 	for i, data := range entries {
 		if u := socks[i].GetUsk(); u.GetPeer() != 0 && !have[u.GetPeer()] {
 			if !slices.Contains(s.inodes, u.GetIno()) {
-				return fmt.Errorf("a process is connected to a unix socket outside the sandbox: %w", fault.ErrUnsupported)
+				return fmt.Errorf("a process is connected to a unix socket outside the sandbox: %w",
+					fault.ErrUnsupported)
 			}
 			u.Peer = proto.Uint32(0)
 			flying := slices.Contains(s.flying, u.GetIno())
@@ -262,7 +264,9 @@ func unixSockets(pid int) ([]unixSocket, error) {
 	req[0] = unix.AF_UNIX
 	binary.NativeEndian.PutUint32(req[4:], ^uint32(0)) // in all states
 	binary.NativeEndian.PutUint32(req[12:], showName|showPeer|showWaiting|showQueues)
-	answers, err := conn.Execute(netlink.Message{Header: netlink.Header{Type: byFamily, Flags: netlink.Request | netlink.Dump}, Data: req})
+	answers, err := conn.Execute(netlink.Message{Header: netlink.Header{
+		Type: byFamily, Flags: netlink.Request | netlink.Dump,
+	}, Data: req})
 	if err != nil {
 		return nil, fmt.Errorf("unix sockets of process %d: %w", pid, err)
 	}

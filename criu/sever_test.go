@@ -23,7 +23,9 @@ func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
 	build(t, talk, "talk")
 	name := fmt.Sprintf("abtest-%d", os.Getpid())
 	ns := netns(t, name)
-	b, rt := start(t, []string{"sh", "-c", "while [ ! -e /start ]; do sleep 0.02; done; exec talk serve"}, func(s *specs.Spec) {
+	b, rt := start(t, []string{
+		"sh", "-c", "while [ ! -e /start ]; do sleep 0.02; done; exec talk serve",
+	}, func(s *specs.Spec) {
 		edit(s)
 		for i := range s.Linux.Namespaces {
 			if s.Linux.Namespaces[i].Type == specs.NetworkNamespace {
@@ -59,15 +61,19 @@ func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
 	if len(res.Processes) != 1 {
 		t.Errorf("%+v", res.Processes)
 	}
-	for _, sock := range []string{"/s", "@a", "/q", "/fds", "/r", "/dg", "/late, which process", "/r2, which process", "process"} {
+	for _, sock := range []string{
+		"/s", "@a", "/q", "/fds", "/r", "/dg", "/late, which process", "/r2, which process", "process",
+	} {
 		if !slices.ContainsFunc(res.Warnings, func(w string) bool {
-			return strings.HasPrefix(w, "the connection of process ") && strings.Contains(w, "(talk ") && strings.Contains(w, " to "+sock+" ") && strings.HasSuffix(w, " is closed by a restore")
+			return strings.HasPrefix(w, "the connection of process ") && strings.Contains(w, "(talk ") &&
+				strings.Contains(w, " to "+sock+" ") && strings.HasSuffix(w, " is closed by a restore")
 		}) {
 			t.Errorf("nothing is said of %s: %q", sock, res.Warnings)
 		}
 	}
 	if !slices.ContainsFunc(res.Warnings, func(w string) bool {
-		return strings.HasPrefix(w, "the TCP connection of process ") && strings.HasSuffix(w, " with 127.0.0.1:7777 has no peer after a restore")
+		return strings.HasPrefix(w, "the TCP connection of process ") &&
+			strings.HasSuffix(w, " with 127.0.0.1:7777 has no peer after a restore")
 	}) {
 		t.Errorf("nothing is said of the TCP connection: %q", res.Warnings)
 	}
@@ -87,7 +93,8 @@ func testDumpConnectedStray(t *testing.T, edit func(*specs.Spec)) {
 	got, err := os.ReadFile(at("result"))
 	want := strings.Join([]string{
 		"flown: [a note] end", "flown: [] invalid argument",
-		"stream: [hello] end (broken pipe)", "abstract: [hidden] end (broken pipe)", "packets: [one two] end (broken pipe)", "files: [] end (broken pipe)",
+		"stream: [hello] end (broken pipe)", "abstract: [hidden] end (broken pipe)",
+		"packets: [one two] end (broken pipe)", "files: [] end (broken pipe)",
 		"pair: [datagram] resource temporarily unavailable (transport endpoint is not connected)",
 		"dialed: [dialed] end (broken pipe)", "unaccepted: [] end (broken pipe)",
 		"datagram: [] resource temporarily unavailable (transport endpoint is not connected)", "",
@@ -109,10 +116,22 @@ func TestSeveranceOf(t *testing.T) {
 	}{
 		{"both inside", []unixSocket{{ino: 1, peer: 2}, {ino: 2, peer: 1}}, nil, nil},
 		{"elsewhere", []unixSocket{{ino: 1, peer: 99}}, nil, nil},
-		{"half", []unixSocket{{ino: 1, peer: 7, name: "/s"}, {ino: 7, peer: 1}}, []uint32{1}, []string{"the connection of process 20 (psql) to /s is closed by a restore"}},
-		{"a pair", []unixSocket{{ino: 1, peer: 7}, {ino: 7, peer: 1}}, []uint32{1}, []string{"the connection of process 20 (psql) to process 10 (server) is closed by a restore"}},
-		{"twice", []unixSocket{{ino: 1, peer: 7, name: "\x00ab\x00"}, {ino: 2, peer: 8, name: "\x00ab\x00"}}, []uint32{1, 2}, []string{"the connection of process 20 (psql) to @ab is closed by a restore"}},
-		{"in flight", []unixSocket{{ino: 50, peer: 7}}, []uint32{50}, []string{"the connection of process 20 (psql) with a socket that is on its way to another process is closed by a restore"}},
+		{
+			"half", []unixSocket{{ino: 1, peer: 7, name: "/s"}, {ino: 7, peer: 1}}, []uint32{1},
+			[]string{"the connection of process 20 (psql) to /s is closed by a restore"},
+		},
+		{
+			"a pair", []unixSocket{{ino: 1, peer: 7}, {ino: 7, peer: 1}}, []uint32{1},
+			[]string{"the connection of process 20 (psql) to process 10 (server) is closed by a restore"},
+		},
+		{
+			"twice", []unixSocket{{ino: 1, peer: 7, name: "\x00ab\x00"}, {ino: 2, peer: 8, name: "\x00ab\x00"}},
+			[]uint32{1, 2}, []string{"the connection of process 20 (psql) to @ab is closed by a restore"},
+		},
+		{
+			"in flight", []unixSocket{{ino: 50, peer: 7}}, []uint32{50},
+			[]string{"the connection of process 20 (psql) with a socket that is on its way to another process is closed by a restore"},
+		},
 		{"a stray's own", []unixSocket{{ino: 7, peer: 8}}, []uint32{7}, nil},
 	} {
 		got := severanceOf(c.socks, inside, outside)

@@ -36,7 +36,8 @@ func strayTCP(pid int, inside, outside map[uint32]Stray) (warnings []string) {
 		if _, held := inside[ino]; !held || !is {
 			continue
 		}
-		text := fmt.Sprintf("the TCP connection of process %d (%s) with %s has no peer after a restore", stray.Pid, stray.Cmdline, p.local)
+		text := fmt.Sprintf("the TCP connection of process %d (%s) with %s has no peer after a restore", stray.Pid,
+			stray.Cmdline, p.local)
 		if !slices.Contains(warnings, text) {
 			warnings = append(warnings, text)
 		}

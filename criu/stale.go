@@ -79,7 +79,8 @@ func (c *completer) findStale() ([]*stale, error) {
 		}
 		for _, m := range maps {
 			st, at, err := lookAt(m.file())
-			if err != nil || at.mount != root.mount || at.filesystem != unix.OVERLAYFS_SUPER_MAGIC || st.Mode&unix.S_IFMT != unix.S_IFREG || m.lost && st.Nlink > 0 {
+			if err != nil || at.mount != root.mount || at.filesystem != unix.OVERLAYFS_SUPER_MAGIC ||
+				st.Mode&unix.S_IFMT != unix.S_IFREG || m.lost && st.Nlink > 0 {
 				continue // one that has ended, or is of the layer alone
 			}
 			differs, err := m.differs()
@@ -253,12 +254,19 @@ func (c *completer) stale() error {
 		}
 		c.last++
 		c.changed = true
-		c.files = append(c.files, &fdinfo.FileEntry{Type: fdinfo.FdTypes_REG.Enum(), Id: proto.Uint32(c.last), Reg: &regfile.RegFileEntry{
-			Id: proto.Uint32(c.last), Flags: proto.Uint32(unix.O_LARGEFILE), Pos: proto.Uint64(0), Name: proto.String(s.path), MntId: proto.Int32(int32(s.mount)),
-			Size: proto.Uint64(size), Mode: proto.Uint32(s.stat.Mode),
-			Fown: &fown.FownEntry{Uid: proto.Uint32(0), Euid: proto.Uint32(0), Signum: proto.Uint32(0), PidType: proto.Uint32(0), Pid: proto.Uint32(0)},
-		}})
-		c.remaps = append(c.remaps, &remap.RemapFilePathEntry{OrigId: proto.Uint32(c.last), RemapId: proto.Uint32(c.ghosts), RemapType: remap.RemapType_GHOST.Enum()})
+		c.files = append(c.files, &fdinfo.FileEntry{Type: fdinfo.FdTypes_REG.Enum(), Id: proto.Uint32(c.last),
+			Reg: &regfile.RegFileEntry{
+				Id: proto.Uint32(c.last), Flags: proto.Uint32(unix.O_LARGEFILE), Pos: proto.Uint64(0),
+				Name: proto.String(s.path), MntId: proto.Int32(int32(s.mount)),
+				Size: proto.Uint64(size), Mode: proto.Uint32(s.stat.Mode),
+				Fown: &fown.FownEntry{
+					Uid: proto.Uint32(0), Euid: proto.Uint32(0), Signum: proto.Uint32(0),
+					PidType: proto.Uint32(0), Pid: proto.Uint32(0),
+				},
+			}})
+		c.remaps = append(c.remaps, &remap.RemapFilePathEntry{
+			OrigId: proto.Uint32(c.last), RemapId: proto.Uint32(c.ghosts), RemapType: remap.RemapType_GHOST.Enum(),
+		})
 		for _, m := range s.maps {
 			if changed[m.pid] == nil {
 				changed[m.pid] = map[uint64]uint32{}
@@ -321,7 +329,9 @@ func (s *stale) write(to string, initPid int) (size uint64, err error) {
 		}
 		slices.Sort(offsets)
 		for _, o := range offsets {
-			if err := writeEntry(w, &ghostfile.GhostChunkEntry{Len: proto.Uint64(pageSize), Off: proto.Uint64(o)}); err != nil {
+			if err := writeEntry(w, &ghostfile.GhostChunkEntry{
+				Len: proto.Uint64(pageSize), Off: proto.Uint64(o),
+			}); err != nil {
 				return err
 			}
 			if _, err := w.Write(pages[o]); err != nil {

@@ -40,7 +40,8 @@ func testDumpTCP(t *testing.T, edit func(*specs.Spec)) {
 	ctx := context.Background()
 	f, err := Check(ctx)
 	if err != nil || !f.InetSockets {
-		t.Fatalf("CRIU %s cannot dump sockets on this kernel (scripts/install-deps.sh installs one that can): %v", f.VersionString(), err)
+		t.Fatalf("CRIU %s cannot dump sockets on this kernel (scripts/install-deps.sh installs one that can): %v",
+			f.VersionString(), err)
 	}
 	name := fmt.Sprintf("abtest-%d", os.Getpid())
 	ns := netns(t, name)
@@ -65,7 +66,9 @@ func testDumpTCP(t *testing.T, edit func(*specs.Spec)) {
 		if err := os.RemoveAll(b.Images); err != nil {
 			t.Fatal(err)
 		}
-		_, err := Dump(ctx, rt, DumpOptions{ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: leave, Options: Options{TCP: tcp}})
+		_, err := Dump(ctx, rt, DumpOptions{
+			ImageDir: b.Images, WorkDir: b.Work, LeaveRunning: leave, Options: Options{TCP: tcp},
+		})
 		return err
 	}
 	var de *DumpError
@@ -113,7 +116,8 @@ func testDumpTCP(t *testing.T, edit func(*specs.Spec)) {
 	at = b.Count()
 	restore(t, b, rt, Options{})
 	goOn(at)
-	if out, err := exec.Command("ip", "netns", "exec", name, "nft", "list", "ruleset").Output(); err != nil || strings.Contains(string(out), "CRIU") {
+	if out, err := exec.Command("ip", "netns", "exec", name, "nft", "list", "ruleset").Output(); err != nil ||
+		strings.Contains(string(out), "CRIU") {
 		t.Errorf("rules left in the namespace: %v: %s", err, out)
 	}
 

@@ -21,7 +21,9 @@ func (r Runtime) heldPath() string { return filepath.Join(r.stateRoot(), r.ID, h
 // accept accepts the connections that wait in backlogs of a frozen container and that
 // CRIU does not dump. They are to be put back; nil: there are none.
 // left names those that stay where they are.
-func (r Runtime) accept(ctx context.Context, record *proof.Record, members []int) (held *proof.Held, left []string, err error) {
+func (r Runtime) accept(
+	ctx context.Context, record *proof.Record, members []int,
+) (held *proof.Held, left []string, err error) {
 	list, err := backlogs(members, false)
 	if err != nil || len(list) == 0 {
 		return nil, nil, err

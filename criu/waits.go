@@ -135,7 +135,9 @@ func ContinueWaits(dir string) error {
 	}
 	for _, p := range list {
 		var shared *siginfo.SignalQueueEntry
-		threads := append([]int{p.Pid}, slices.DeleteFunc(slices.Clone(p.Threads), func(t int) bool { return t == p.Pid })...)
+		threads := append([]int{p.Pid}, slices.DeleteFunc(slices.Clone(p.Threads), func(t int) bool {
+			return t == p.Pid
+		})...)
 		for _, t := range threads {
 			path := filepath.Join(dir, fmt.Sprintf("core-%d.img", t))
 			var core criucore.CoreEntry

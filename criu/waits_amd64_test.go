@@ -87,7 +87,10 @@ func TestParseWait(t *testing.T) {
 	if want := (wait{230, 1, 0, 0x7ffd00001000, 0x7ffd00001010}); !ok || w != want {
 		t.Errorf("%+v %v", w, ok)
 	}
-	for _, s := range []string{"", "running\n", "-1 0x7ffd00000ff0 0x46f2c5\n", "x 0x1 0x0 0x0 0x0 0x0 0x0 0x0 0x0\n", "-1 0x1 0x0 0x0 0x0 0x0 0x0 0x0 0x0\n"} {
+	for _, s := range []string{
+		"", "running\n", "-1 0x7ffd00000ff0 0x46f2c5\n", "x 0x1 0x0 0x0 0x0 0x0 0x0 0x0 0x0\n",
+		"-1 0x1 0x0 0x0 0x0 0x0 0x0 0x0 0x0\n",
+	} {
 		if w, ok := parseWait([]byte(s)); ok {
 			t.Errorf("%q: %+v", s, w)
 		}
@@ -97,7 +100,8 @@ func TestParseWait(t *testing.T) {
 // In a real dump the sleeping threads are changed, and nothing else is.
 func TestContinueWaitsInImages(t *testing.T) {
 	ctx := context.Background()
-	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=1; " + criutest.Store + "; while :; do sleep 1000; done"}, nil)
+	b, rt := start(t, []string{"sh", "-c", "sleep 1000 & i=1; " + criutest.Store +
+		"; while :; do sleep 1000; done"}, nil)
 	b.Until("it runs", func() bool { return b.Count() == 1 })
 	b.Until("both sleep", func() bool {
 		pids, err := Members(b.Pid())
@@ -123,7 +127,9 @@ func TestContinueWaitsInImages(t *testing.T) {
 	read := func(path string) *criucore.CoreEntry {
 		t.Helper()
 		c := &criucore.CoreEntry{}
-		if err := readImage(path, magicCore, 1, func(data []byte) error { return proto.Unmarshal(data, c) }); err != nil {
+		if err := readImage(path, magicCore, 1, func(data []byte) error {
+			return proto.Unmarshal(data, c)
+		}); err != nil {
 			t.Fatal(err)
 		}
 		return c
@@ -210,7 +216,8 @@ func TestContinueWaitsInImages(t *testing.T) {
 		"another result": {&native, 0x33, 0, false},
 	} {
 		r := &corex86.UserX86RegsEntry{
-			Mode: c.mode, Cs: &c.cs, Ax: &c.ax, OrigAx: proto.Uint64(35), Di: proto.Uint64(1 << 20), Si: proto.Uint64(0), Ip: proto.Uint64(0x401002),
+			Mode: c.mode, Cs: &c.cs, Ax: &c.ax, OrigAx: proto.Uint64(35), Di: proto.Uint64(1 << 20),
+			Si: proto.Uint64(0), Ip: proto.Uint64(0x401002),
 		}
 		if makeAgain(r) != c.want || c.want != (r.GetAx() == 35 && r.GetIp() == 0x401000) {
 			t.Errorf("%s: %v", name, r)

@@ -59,7 +59,8 @@ func ageOf(link, root string, now time.Time) (age time.Duration, known bool) {
 		return 0, false
 	}
 	var st unix.Statx_t
-	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH|unix.AT_STATX_DONT_SYNC, unix.STATX_BTIME, &st); err != nil || st.Mask&unix.STATX_BTIME == 0 {
+	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH|unix.AT_STATX_DONT_SYNC, unix.STATX_BTIME, &st); err != nil ||
+		st.Mask&unix.STATX_BTIME == 0 {
 		return 0, false
 	}
 	return now.Sub(time.Unix(st.Btime.Sec, int64(st.Btime.Nsec))), true

@@ -37,7 +37,8 @@ func AdoptZombies(dir string) error {
 	}
 	changed := false
 	for _, e := range entries {
-		if e.GetPpid() != first.GetPid() || e.GetSid() == first.GetSid() || e.GetSid() == e.GetPid() || e.GetSid() == 0 {
+		if e.GetPpid() != first.GetPid() || e.GetSid() == first.GetSid() ||
+			e.GetSid() == e.GetPid() || e.GetSid() == 0 {
 			continue
 		}
 		ended, err := hasEnded(dir, e.GetPid())

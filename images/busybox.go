@@ -22,7 +22,10 @@ import (
 )
 
 // busyboxPaths is where distributions put a busybox.
-var busyboxPaths = []string{"/bin/busybox", "/usr/bin/busybox", "/usr/bin/busybox-static", "/bin/busybox-static", "/usr/lib/busybox/busybox", "/usr/sbin/busybox"}
+var busyboxPaths = []string{
+	"/bin/busybox", "/usr/bin/busybox", "/usr/bin/busybox-static", "/bin/busybox-static",
+	"/usr/lib/busybox/busybox", "/usr/sbin/busybox",
+}
 
 // makeBusybox makes the built-in image of the host's static busybox: the same
 // binary always gives the same digest.
@@ -83,8 +86,10 @@ func fillBusybox(ctx context.Context, bin, root string) error {
 	// The mount points of a sandbox are here so that none of them has to be
 	// made in its upperdir.
 	dirs := map[string]os.FileMode{
-		"bin": 0o755, "sbin": 0o755, "usr": 0o755, "usr/bin": 0o755, "usr/sbin": 0o755, "usr/local": 0o755, "usr/local/bin": 0o755, "usr/local/sbin": 0o755,
-		"dev": 0o755, "etc": 0o755, "home": 0o755, "mnt": 0o755, "opt": 0o755, "proc": 0o555, "root": 0o700, "run": 0o755, "sys": 0o555,
+		"bin": 0o755, "sbin": 0o755, "usr": 0o755, "usr/bin": 0o755, "usr/sbin": 0o755, "usr/local": 0o755,
+		"usr/local/bin": 0o755, "usr/local/sbin": 0o755,
+		"dev": 0o755, "etc": 0o755, "home": 0o755, "mnt": 0o755, "opt": 0o755, "proc": 0o555, "root": 0o700,
+		"run": 0o755, "sys": 0o555,
 		"tmp": 0o777 | os.ModeSticky, "var": 0o755, "var/log": 0o755, "var/tmp": 0o777 | os.ModeSticky,
 	}
 	for d, mode := range dirs {

@@ -21,8 +21,10 @@ func TestDamaged(t *testing.T) {
 			to := filepath.Join(filepath.Dir(s.dir), "outside")
 			return errors.Join(os.Rename(dir, to), os.Symlink(to, dir))
 		},
-		"layer gone":  func(s *Store, img image.Image) error { return os.RemoveAll(img.Lower[0]) },
-		"record gone": func(s *Store, img image.Image) error { return os.Remove(s.path("records", img.Digest[7:]+".json")) },
+		"layer gone": func(s *Store, img image.Image) error { return os.RemoveAll(img.Lower[0]) },
+		"record gone": func(s *Store, img image.Image) error {
+			return os.Remove(s.path("records", img.Digest[7:]+".json"))
+		},
 		"record broken": func(s *Store, img image.Image) error {
 			return os.WriteFile(s.path("records", img.Digest[7:]+".json"), []byte("{"), 0o600)
 		},

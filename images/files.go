@@ -107,7 +107,8 @@ func (s *Store) sweep(keep time.Duration) error {
 		}
 		for _, e := range list {
 			path := s.path("tmp", e.Name())
-			if fi, err := e.Info(); strings.HasPrefix(e.Name(), tmpPartial) && (err != nil || time.Since(fi.ModTime()) < keep) {
+			if fi, err := e.Info(); strings.HasPrefix(e.Name(), tmpPartial) &&
+				(err != nil || time.Since(fi.ModTime()) < keep) {
 				continue
 			}
 			if gone, err := s.discard(path); err == nil && gone != "" {

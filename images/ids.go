@@ -58,5 +58,6 @@ func LargestID(lower string) (uint32, error) {
 			}
 		}
 	}
-	return largest, fsx.Write(kept, []byte(fmt.Sprintln(largest)), fsx.Options{Volatile: true}) // one that a power loss empties is written again
+	// one that a power loss empties is written again
+	return largest, fsx.Write(kept, []byte(fmt.Sprintln(largest)), fsx.Options{Volatile: true})
 }

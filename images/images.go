@@ -75,8 +75,9 @@ func Open(root string) (*Store, error) {
 	}
 	// A root from elsewhere may have them lead out of it.
 	if err := fsx.NoLinks(s.dir, "", "configs", "records", "layers", "tmp"); err != nil {
-		return nil, &fault.Error{Op: "open the image store", ID: s.dir, Hint: "Put in its place what it leads to; another disk can be mounted there.",
-			Err: fmt.Errorf("%w: %w", fault.ErrDenied, err)}
+		return nil, &fault.Error{Op: "open the image store", ID: s.dir,
+			Hint: "Put in its place what it leads to; another disk can be mounted there.",
+			Err:  fmt.Errorf("%w: %w", fault.ErrDenied, err)}
 	}
 	return s, nil
 }
@@ -130,7 +131,9 @@ func (s *Store) List(context.Context) ([]image.Image, error) {
 	}
 	var list []image.Image
 	named := map[string]bool{}
-	for _, name := range slices.SortedFunc(maps.Keys(idx.Names), func(a, b string) int { return strings.Compare(s.familiar(a), s.familiar(b)) }) {
+	for _, name := range slices.SortedFunc(maps.Keys(idx.Names), func(a, b string) int {
+		return strings.Compare(s.familiar(a), s.familiar(b))
+	}) {
 		named[idx.Names[name].Digest] = true
 		img, err := s.image(idx, name, idx.Names[name].Digest)
 		if useless(err) {
@@ -328,7 +331,9 @@ func (s *Store) digests() ([]string, error) {
 // Prune removes the images that inUse does not report: those without a name, or with all every
 // one except the built-in image, and leftovers of failed pulls. It returns the images and how
 // many bytes their layers took.
-func (s *Store) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
+func (s *Store) Prune(
+	ctx context.Context, all bool, inUse func(digest string) bool,
+) (removed []image.Image, freed int64, err error) {
 	used := func(d string) bool { return inUse != nil && inUse(d) }
 	var doomed []string
 	err = s.locked(func() error {

@@ -100,8 +100,10 @@ func archive(t testing.TB, list ...ent) []byte {
 }
 
 func rootfs(t testing.TB, content string) []byte {
-	return archive(t, ent{tar.Header{Name: "etc/", Typeflag: tar.TypeDir, Mode: 0o755}, ""}, ent{tar.Header{Name: "etc/f", ModTime: time.Unix(7, 0)}, content},
-		ent{tar.Header{Name: "usr/bin/sh", Mode: 0o755}, "#!"}, ent{tar.Header{Name: "bin", Typeflag: tar.TypeSymlink, Linkname: "usr/bin"}, ""})
+	return archive(t, ent{tar.Header{Name: "etc/", Typeflag: tar.TypeDir, Mode: 0o755}, ""},
+		ent{tar.Header{Name: "etc/f", ModTime: time.Unix(7, 0)}, content},
+		ent{tar.Header{Name: "usr/bin/sh", Mode: 0o755}, "#!"},
+		ent{tar.Header{Name: "bin", Typeflag: tar.TypeSymlink, Linkname: "usr/bin"}, ""})
 }
 
 // leftovers fails the test when the store holds anything that no image needs.
@@ -125,15 +127,19 @@ func TestBusybox(t *testing.T) {
 	img, err := s.Resolve(ctx, "busybox")
 	ok(t, err)
 	t.Logf("made in %v: %s, %d bytes", time.Since(start), img.Digest, img.Bytes)
-	if img.Name != "busybox" || !img.Builtin || len(img.Lower) != 1 || img.Bytes < 500_000 || !slices.Equal(img.Config.Cmd, []string{"sh"}) || len(img.Config.Env) != 1 {
+	if img.Name != "busybox" || !img.Builtin || len(img.Lower) != 1 || img.Bytes < 500_000 ||
+		!slices.Equal(img.Config.Cmd, []string{"sh"}) || len(img.Config.Env) != 1 {
 		t.Errorf("%+v", img)
 	}
-	out, err := exec.Command("chroot", img.Lower[0], "/bin/sh", "-c", "id -un; cd /; ls -d tmp root home var etc proc sys dev; stat -c %a /tmp /root; awk 'BEGIN{print 6*7}'").CombinedOutput()
+	out, err := exec.Command("chroot", img.Lower[0], "/bin/sh", "-c",
+		"id -un; cd /; ls -d tmp root home var etc proc sys dev; stat -c %a /tmp /root; awk 'BEGIN{print 6*7}'").CombinedOutput()
 	if err != nil || !strings.HasPrefix(string(out), "root\n") || !strings.HasSuffix(string(out), "1777\n700\n42\n") {
 		t.Errorf("%v\n%s", err, out)
 	}
 	ok(t, s.Verify(ctx, img.Digest))
-	for _, ref := range []string{"busybox:latest", img.Digest, img.Digest[:20], img.Digest[7:15], "busybox@" + img.Digest} {
+	for _, ref := range []string{
+		"busybox:latest", img.Digest, img.Digest[:20], img.Digest[7:15], "busybox@" + img.Digest,
+	} {
 		again, err := s.Resolve(ctx, ref)
 		if err != nil || again.Digest != img.Digest || again.Name != "busybox" {
 			t.Errorf("%s: %+v %v", ref, again, err)
@@ -162,7 +168,8 @@ func TestBusybox(t *testing.T) {
 }
 
 func TestBusyboxMissing(t *testing.T) {
-	if _, err := findBusybox([]string{"/nowhere"}); !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(fault.Hint(err)[0], "busybox-static") {
+	if _, err := findBusybox([]string{"/nowhere"}); !errors.Is(err, fault.ErrUnsupported) ||
+		!strings.Contains(fault.Hint(err)[0], "busybox-static") {
 		t.Error(err)
 	}
 	dynamic, err := exec.LookPath("ls")
@@ -274,20 +281,34 @@ func TestRefused(t *testing.T) {
 		want error
 		says string
 	}{
-		"empty":     {nil, fault.ErrInvalid, "empty"},
-		"no files":  {make([]byte, 10240), fault.ErrInvalid, "no files"},
-		"only top":  {archive(t, ent{tar.Header{Name: "./", Typeflag: tar.TypeDir, Mode: 0o755}, ""}), fault.ErrInvalid, "no files"},
-		"no tar":    {bytes.Repeat([]byte("text "), 500), fault.ErrInvalid, "not a tar"},
-		"short":     {[]byte("x"), fault.ErrInvalid, "cut short"},
-		"cut":       {rootfs(t, "x")[:1100], fault.ErrInvalid, "cut short"},
-		"no end":    {rootfs(t, "x")[:len(rootfs(t, "x"))-1024], fault.ErrInvalid, "end marker"},
-		"dotdot":    {hdr(tar.Header{Name: "../evil"}), fault.ErrInvalid, "outside"},
-		"whiteout":  {hdr(tar.Header{Name: "w", Typeflag: tar.TypeChar}), fault.ErrInvalid, "whiteout"},
-		"opaque":    {hdr(tar.Header{Name: "d/", Typeflag: tar.TypeDir, PAXRecords: map[string]string{"SCHILY.xattr.trusted.overlay.opaque": "y"}}), fault.ErrInvalid, "upperdir"},
-		"redirect":  {hdr(tar.Header{Name: "d/", Typeflag: tar.TypeDir, PAXRecords: map[string]string{"SCHILY.xattr.trusted.overlay.redirect": "/etc"}}), fault.ErrInvalid, "upperdir"},
-		"text acl":  {hdr(tar.Header{Name: "d/", Typeflag: tar.TypeDir, PAXRecords: map[string]string{"SCHILY.acl.access": "user::rwx,user:joe:rwx"}}), fault.ErrUnsupported, "--xattrs"},
-		"saved":     {archive(t, ent{tar.Header{Name: "manifest.json"}, "[]"}, ent{tar.Header{Name: "abc/layer.tar"}, "x"}), fault.ErrUnsupported, "docker save"},
-		"oci":       {archive(t, ent{tar.Header{Name: "oci-layout"}, "{}"}, ent{tar.Header{Name: "blobs/sha256/x"}, "x"}), fault.ErrUnsupported, "OCI layout"},
+		"empty":    {nil, fault.ErrInvalid, "empty"},
+		"no files": {make([]byte, 10240), fault.ErrInvalid, "no files"},
+		"only top": {
+			archive(t, ent{tar.Header{Name: "./", Typeflag: tar.TypeDir, Mode: 0o755}, ""}),
+			fault.ErrInvalid, "no files",
+		},
+		"no tar":   {bytes.Repeat([]byte("text "), 500), fault.ErrInvalid, "not a tar"},
+		"short":    {[]byte("x"), fault.ErrInvalid, "cut short"},
+		"cut":      {rootfs(t, "x")[:1100], fault.ErrInvalid, "cut short"},
+		"no end":   {rootfs(t, "x")[:len(rootfs(t, "x"))-1024], fault.ErrInvalid, "end marker"},
+		"dotdot":   {hdr(tar.Header{Name: "../evil"}), fault.ErrInvalid, "outside"},
+		"whiteout": {hdr(tar.Header{Name: "w", Typeflag: tar.TypeChar}), fault.ErrInvalid, "whiteout"},
+		"opaque": {hdr(tar.Header{
+			Name: "d/", Typeflag: tar.TypeDir,
+			PAXRecords: map[string]string{"SCHILY.xattr.trusted.overlay.opaque": "y"},
+		}), fault.ErrInvalid, "upperdir"},
+		"redirect": {hdr(tar.Header{
+			Name: "d/", Typeflag: tar.TypeDir,
+			PAXRecords: map[string]string{"SCHILY.xattr.trusted.overlay.redirect": "/etc"},
+		}), fault.ErrInvalid, "upperdir"},
+		"text acl": {hdr(tar.Header{
+			Name: "d/", Typeflag: tar.TypeDir,
+			PAXRecords: map[string]string{"SCHILY.acl.access": "user::rwx,user:joe:rwx"},
+		}), fault.ErrUnsupported, "--xattrs"},
+		"saved": {archive(t, ent{tar.Header{Name: "manifest.json"}, "[]"},
+			ent{tar.Header{Name: "abc/layer.tar"}, "x"}), fault.ErrUnsupported, "docker save"},
+		"oci": {archive(t, ent{tar.Header{Name: "oci-layout"}, "{}"},
+			ent{tar.Header{Name: "blobs/sha256/x"}, "x"}), fault.ErrUnsupported, "OCI layout"},
 		"gzip only": {[]byte("\x1f\x8b"), fault.ErrInvalid, "damaged"},
 	} {
 		_, err := s.ImportFrom(ctx, "x", bytes.NewReader(c.data))
@@ -296,7 +317,10 @@ func TestRefused(t *testing.T) {
 		}
 		leftovers(t, s, 0)
 	}
-	for _, name := range []string{"", "UPPER", "../x", "a b", "a:", "a:b:c", "/a", "a/", "a//b", "a\n", "-a", strings.Repeat("a", 300), "x@sha256:1"} {
+	for _, name := range []string{
+		"", "UPPER", "../x", "a b", "a:", "a:b:c", "/a", "a/", "a//b", "a\n", "-a",
+		strings.Repeat("a", 300), "x@sha256:1",
+	} {
 		if _, err := s.ImportFrom(ctx, name, bytes.NewReader(rootfs(t, "x"))); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("name %q: %v", name, err)
 		}
@@ -313,7 +337,8 @@ func TestRefused(t *testing.T) {
 		t.Error(err)
 	}
 	broken := errors.New("broken pipe of the source")
-	if _, err := s.ImportFrom(ctx, "x", io.MultiReader(bytes.NewReader(rootfs(t, "x")[:1024]), errReader{broken})); !errors.Is(err, broken) {
+	if _, err := s.ImportFrom(ctx, "x", io.MultiReader(bytes.NewReader(rootfs(t, "x")[:1024]),
+		errReader{broken})); !errors.Is(err, broken) {
 		t.Error(err)
 	}
 	cancelled, cancel := context.WithCancel(ctx)
@@ -322,7 +347,8 @@ func TestRefused(t *testing.T) {
 		t.Error(err)
 	}
 	leftovers(t, s, 0)
-	if _, err := s.Resolve(ctx, "x"); !errors.Is(err, fault.ErrNotFound) || !strings.Contains(fault.Hint(err)[0], "image import") || !strings.Contains(fault.Hint(err)[0], "busybox") {
+	if _, err := s.Resolve(ctx, "x"); !errors.Is(err, fault.ErrNotFound) ||
+		!strings.Contains(fault.Hint(err)[0], "image import") || !strings.Contains(fault.Hint(err)[0], "busybox") {
 		t.Errorf("%v %v", err, fault.Hint(err))
 	}
 	for _, ref := range []string{"", "../x", "NOPE"} {
@@ -365,7 +391,8 @@ func TestListRemove(t *testing.T) {
 		t.Error(got)
 	}
 	used := func(d string) bool { return d == digests[0] }
-	if err := s.Remove(ctx, digests[1], nil); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "a2") {
+	if err := s.Remove(ctx, digests[1], nil); !errors.Is(err, fault.ErrInvalid) ||
+		!strings.Contains(err.Error(), "a2") {
 		t.Errorf("by a digest with two names: %v", err)
 	}
 	ok(t, s.Remove(ctx, "a", nil)) // a2 still has it
@@ -450,10 +477,14 @@ func TestKilled(t *testing.T) {
 	}
 	src := filepath.Join(t.TempDir(), "x.tar")
 	ok(t, os.WriteFile(src, rootfs(t, "x"), 0o600))
-	for _, point := range []string{"images.import.before-sync", "images.import.before-rename", "images.import.after-rename", "images.import.before-index"} {
+	for _, point := range []string{
+		"images.import.before-sync", "images.import.before-rename", "images.import.after-rename",
+		"images.import.before-index",
+	} {
 		s := store(t)
 		root := filepath.Dir(s.dir)
-		if out, err := other(root, "IMAGES_TEST_SOURCE="+src, "AGENTBOX_FAILPOINT="+point+"=kill"); err == nil || !strings.Contains(err.Error(), "killed") {
+		if out, err := other(root, "IMAGES_TEST_SOURCE="+src, "AGENTBOX_FAILPOINT="+point+"=kill"); err == nil ||
+			!strings.Contains(err.Error(), "killed") {
 			t.Fatalf("%s did not fire: %v %s", point, err, out)
 		}
 		if _, err := s.Resolve(ctx, "killed"); !errors.Is(err, fault.ErrNotFound) {
@@ -474,7 +505,8 @@ func TestKilled(t *testing.T) {
 		s := store(t)
 		img, err := s.Import(ctx, "killed", src)
 		ok(t, err)
-		if out, err := other(filepath.Dir(s.dir), "IMAGES_TEST_REMOVE=killed", "AGENTBOX_FAILPOINT="+point+"=kill"); err == nil {
+		if out, err := other(filepath.Dir(s.dir), "IMAGES_TEST_REMOVE=killed",
+			"AGENTBOX_FAILPOINT="+point+"=kill"); err == nil {
 			t.Fatalf("%s did not fire: %s", point, out)
 		}
 		if _, err := s.Resolve(ctx, "killed"); !errors.Is(err, fault.ErrNotFound) {
@@ -544,7 +576,8 @@ func TestRealRootfs(t *testing.T) {
 	ok(t, unix.Mknod(src+"/null", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
 	ok(t, unix.Setxattr(src+"/etc", "user.k", []byte("v"), 0))
 	tarball := filepath.Join(t.TempDir(), "x.tar")
-	if out, err := exec.Command("tar", "-C", src, "--format=pax", "--xattrs", "--xattrs-include=*", "--numeric-owner", "-cf", tarball, ".").CombinedOutput(); err != nil {
+	if out, err := exec.Command("tar", "-C", src, "--format=pax", "--xattrs", "--xattrs-include=*", "--numeric-owner",
+		"-cf", tarball, ".").CombinedOutput(); err != nil {
 		t.Fatalf("%s", out)
 	}
 	want := listing(t, src)

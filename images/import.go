@@ -101,7 +101,8 @@ func awaitWriter(ctx context.Context, f *os.File) error {
 		var n int
 		var err error
 		_ = raw.Control(func(fd uintptr) {
-			n, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100) // ms; it cannot wait for a context
+			// ms; it cannot wait for a context
+			n, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100)
 		})
 		switch {
 		case ctx.Err() != nil:
@@ -148,7 +149,8 @@ func (s *Store) importStream(ctx context.Context, canon string, r io.Reader) (im
 			return image.Config{}, err
 		}
 		if n := int64(len(rep.Skipped)) + rep.SkippedMore; n > 0 {
-			return image.Config{}, fmt.Errorf("%w: %d entries cannot be unpacked exactly, the first is %s", fault.ErrUnsupported, n, rep.Skipped[0])
+			return image.Config{}, fmt.Errorf("%w: %d entries cannot be unpacked exactly, the first is %s",
+				fault.ErrUnsupported, n, rep.Skipped[0])
 		}
 		return plainConfig(diff), checkLayout(diff.Name())
 	})
@@ -160,7 +162,8 @@ var errWhiteout = fmt.Errorf("%w: it is a whiteout (character device 0:0): this 
 
 func checkAttr(name string) error {
 	if strings.HasPrefix(name, "trusted.overlay.") {
-		return fmt.Errorf("%w: it has the attribute %s: this is an overlay's upperdir, not a root filesystem", fault.ErrInvalid, name)
+		return fmt.Errorf("%w: it has the attribute %s: this is an overlay's upperdir, not a root filesystem",
+			fault.ErrInvalid, name)
 	}
 	return nil
 }
@@ -189,7 +192,8 @@ func checkLayout(diff string) error {
 	}
 	saved := have["oci-layout"] || have["manifest.json"]
 	if saved && !have["bin"] && !have["usr"] && !have["etc"] {
-		return &fault.Error{Op: "unpack", Err: fmt.Errorf("%w: this is an archive of image layers ('docker save' or an OCI layout), not of a root filesystem", fault.ErrUnsupported),
+		return &fault.Error{Op: "unpack",
+			Err:  fmt.Errorf("%w: this is an archive of image layers ('docker save' or an OCI layout), not of a root filesystem", fault.ErrUnsupported),
 			Hint: "Pull it instead: 'agentbox image pull docker-archive:FILE', oci-archive:FILE or oci:DIR."}
 	}
 	return nil
@@ -232,7 +236,9 @@ func reserve(dir *os.File) (int64, error) {
 }
 
 // publish has fill make a tree and turns it into a layer, a record and a name.
-func (s *Store) publish(ctx context.Context, name string, builtin bool, fill func(diff *os.File) (image.Config, error)) (img image.Image, err error) {
+func (s *Store) publish(
+	ctx context.Context, name string, builtin bool, fill func(diff *os.File) (image.Config, error),
+) (img image.Image, err error) {
 	if err := s.sweep(partialAge); err != nil {
 		return image.Image{}, err
 	}
@@ -289,8 +295,9 @@ func (s *Store) publish(ctx context.Context, name string, builtin bool, fill fun
 	if err != nil {
 		return image.Image{}, err
 	}
-	rec := record{Version: recordVersion, Platform: "linux/" + goruntime.GOARCH, Layers: []image.Layer{{DiffID: info.DiffID, Bytes: info.Bytes, Entries: info.Entries}},
-		Lower: []string{info.DiffID}, Created: time.Now().UTC(), Bytes: info.Bytes, Config: cfg}
+	rec := record{Version: recordVersion, Platform: "linux/" + goruntime.GOARCH,
+		Layers: []image.Layer{{DiffID: info.DiffID, Bytes: info.Bytes, Entries: info.Entries}},
+		Lower:  []string{info.DiffID}, Created: time.Now().UTC(), Bytes: info.Bytes, Config: cfg}
 	err = s.locked(func() error {
 		if err := failpoint.Hit("images.import.before-rename"); err != nil {
 			return err
@@ -356,7 +363,8 @@ func (s *Store) commit(config []byte, rec record, name string, e entry) error {
 	old, err := s.record(e.Digest)
 	if err == nil { // what was known stays known
 		if rec.Manifest == nil {
-			rec.Source, rec.Manifest, rec.ManifestType, rec.Layers, rec.Size = old.Source, old.Manifest, old.ManifestType, old.Layers, old.Size
+			rec.Source, rec.Manifest, rec.ManifestType, rec.Layers, rec.Size = old.Source, old.Manifest,
+				old.ManifestType, old.Layers, old.Size
 		}
 		for _, d := range old.RepoDigests {
 			if !slices.Contains(rec.RepoDigests, d) {

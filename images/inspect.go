@@ -54,7 +54,10 @@ func (s *Store) Inspect(_ context.Context, ref string) (image.Details, error) {
 	if err != nil {
 		return image.Details{}, err
 	}
-	d := image.Details{Image: img, Names: s.familiars(idx.namesOf(digest)), Source: rec.Source, Manifest: rec.Manifest, ManifestType: rec.ManifestType}
+	d := image.Details{
+		Image: img, Names: s.familiars(idx.namesOf(digest)), Source: rec.Source, Manifest: rec.Manifest,
+		ManifestType: rec.ManifestType,
+	}
 	if rec.Manifest != nil {
 		d.ManifestDigest = digestOf(rec.Manifest)
 	}
@@ -75,7 +78,9 @@ func (s *Store) Inspect(_ context.Context, ref string) (image.Details, error) {
 	}
 	next := 0
 	for _, h := range f.History {
-		step := image.History{Created: h.Created.Time, CreatedBy: h.CreatedBy, Author: h.Author, Comment: h.Comment, Empty: h.EmptyLayer}
+		step := image.History{
+			Created: h.Created.Time, CreatedBy: h.CreatedBy, Author: h.Author, Comment: h.Comment, Empty: h.EmptyLayer,
+		}
 		if !h.EmptyLayer && next < len(rec.Layers) {
 			step.DiffID, step.Bytes = rec.Layers[next].DiffID, rec.Layers[next].Bytes
 			next++
@@ -121,7 +126,8 @@ func (s *Store) Verify(ctx context.Context, digest string) error {
 		dir.Close()
 		if err != nil {
 			return &fault.Error{Op: "verify image", ID: digest, Err: fmt.Errorf("layer %s: %w", d, err),
-				Hint: "Something wrote to " + s.path("layers", hex) + ": remove the image, and pull or import it again."}
+				Hint: "Something wrote to " + s.path("layers", hex) +
+					": remove the image, and pull or import it again."}
 		}
 	}
 	return nil

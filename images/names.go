@@ -25,8 +25,9 @@ func (s *Store) canonical(name string) (string, error) {
 		return "", err
 	}
 	if ref.Transport != reference.Docker || ref.Digest != "" {
-		return "", &fault.Error{Op: "read image name", ID: fmt.Sprintf("%.100q", name), Hint: "Image names are NAME[:TAG].",
-			Err: fmt.Errorf("%w: it is not a name that an image can be given", fault.ErrInvalid)}
+		return "", &fault.Error{Op: "read image name", ID: fmt.Sprintf("%.100q", name),
+			Hint: "Image names are NAME[:TAG].",
+			Err:  fmt.Errorf("%w: it is not a name that an image can be given", fault.ErrInvalid)}
 	}
 	return ref.String(), nil
 }
@@ -126,7 +127,8 @@ func (s *Store) byRepoDigest(r reference.Reference) (name, digest string, err er
 			return "", d, nil
 		}
 	}
-	return "", "", &fault.Error{Op: "find image", ID: r.Familiar(), Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
+	return "", "", &fault.Error{Op: "find image", ID: r.Familiar(),
+		Err:  fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
 		Hint: "Get it with 'agentbox image pull'."}
 }
 

@@ -43,7 +43,8 @@ func (s *Store) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	case image.PullNever:
 		return s.Resolve(ctx, ref)
 	default:
-		return image.Image{}, fmt.Errorf("%w: the pull policy %q: it is always, missing or never", fault.ErrInvalid, opts.Policy)
+		return image.Image{}, fmt.Errorf("%w: the pull policy %q: it is always, missing or never",
+			fault.ErrInvalid, opts.Policy)
 	}
 	def := s.Default
 	if c := opts.Source.Config; def == "" && c != nil {
@@ -61,7 +62,8 @@ func (s *Store) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	}
 	if opts.Policy == image.PullMissing && !local {
 		img, rerr := s.Resolve(ctx, ref)
-		if rerr == nil && (opts.Source.Platform == "" || img.Builtin || samePlatform(img.Platform, opts.Source.Platform)) {
+		if rerr == nil && (opts.Source.Platform == "" || img.Builtin ||
+			samePlatform(img.Platform, opts.Source.Platform)) {
 			return img, nil
 		}
 		if err != nil && rerr != nil { // a digest, or its prefix
@@ -110,14 +112,17 @@ func samePlatform(have, want string) bool {
 }
 
 // take makes an image of a source's.
-func (s *Store) take(ctx context.Context, ref reference.Reference, name string, from source.Image, opts image.PullOptions) (image.Image, error) {
+func (s *Store) take(
+	ctx context.Context, ref reference.Reference, name string, from source.Image, opts image.PullOptions,
+) (image.Image, error) {
 	config, layers := from.Config(), from.Layers()
 	f, cfg, err := parseConfig(config)
 	if err != nil {
 		return image.Image{}, err
 	}
 	if len(f.RootFS.DiffIDs) != len(layers) {
-		return image.Image{}, fmt.Errorf("%w: the image has %d layers, and its configuration %d", fault.ErrCorrupt, len(layers), len(f.RootFS.DiffIDs))
+		return image.Image{}, fmt.Errorf("%w: the image has %d layers, and its configuration %d", fault.ErrCorrupt,
+			len(layers), len(f.RootFS.DiffIDs))
 	}
 	for i, l := range layers {
 		if _, ok := hexOf(l.DiffID); !ok || f.RootFS.DiffIDs[i].String() != l.DiffID {
@@ -143,7 +148,10 @@ func (s *Store) take(ctx context.Context, ref reference.Reference, name string, 
 			return image.Image{}, err
 		}
 		infos = append(infos, info)
-		rec.Layers = append(rec.Layers, image.Layer{DiffID: l.DiffID, Digest: l.Digest, MediaType: l.MediaType, Size: l.Size, Bytes: info.Bytes, Entries: info.Entries})
+		rec.Layers = append(rec.Layers, image.Layer{
+			DiffID: l.DiffID, Digest: l.Digest, MediaType: l.MediaType, Size: l.Size,
+			Bytes: info.Bytes, Entries: info.Entries,
+		})
 		rec.Bytes += info.Bytes
 		rec.Size += l.Size
 	}
@@ -305,7 +313,9 @@ func (s *Store) layer(ctx context.Context, l source.Layer, pub *publisher, say f
 	if err != nil {
 		return errors.Join(err, os.RemoveAll(dir))
 	}
-	say(image.Progress{Layer: l.Digest, Stage: image.StageDone, Done: l.Size, Total: l.Size, Entries: info.Entries, Bytes: info.Bytes})
+	say(image.Progress{
+		Layer: l.Digest, Stage: image.StageDone, Done: l.Size, Total: l.Size, Entries: info.Entries, Bytes: info.Bytes,
+	})
 	return nil
 }
 
@@ -321,7 +331,9 @@ func (s *Store) unpack(ctx context.Context, l source.Layer, dir *os.File, say fu
 	return info, err
 }
 
-func (s *Store) unpackOnce(ctx context.Context, l source.Layer, dir *os.File, say func(image.Progress)) (info layerInfo, resumed bool, err error) {
+func (s *Store) unpackOnce(
+	ctx context.Context, l source.Layer, dir *os.File, say func(image.Progress),
+) (info layerInfo, resumed bool, err error) {
 	part := s.begun(l)
 	defer part.close()
 	resumed = part.have > 0
@@ -336,7 +348,9 @@ func (s *Store) unpackOnce(ctx context.Context, l source.Layer, dir *os.File, sa
 	return info, resumed, err
 }
 
-func (s *Store) unpackBody(ctx context.Context, l source.Layer, dir *os.File, body io.ReadCloser, part *begun, say func(image.Progress)) (layerInfo, error) {
+func (s *Store) unpackBody(
+	ctx context.Context, l source.Layer, dir *os.File, body io.ReadCloser, part *begun, say func(image.Progress),
+) (layerInfo, error) {
 	var done int64
 	var last time.Time
 	ahead := layer.ReadAhead(body, func(p []byte) {
@@ -371,9 +385,12 @@ func (s *Store) unpackBody(ctx context.Context, l source.Layer, dir *os.File, bo
 		return layerInfo{}, err
 	}
 	if rep.DiffID != l.DiffID {
-		return layerInfo{}, fmt.Errorf("%w: it unpacks to %s, and the configuration has %s", fault.ErrCorrupt, rep.DiffID, l.DiffID)
+		return layerInfo{}, fmt.Errorf("%w: it unpacks to %s, and the configuration has %s",
+			fault.ErrCorrupt, rep.DiffID, l.DiffID)
 	}
-	return layerInfo{DiffID: rep.DiffID, Bytes: rep.Bytes, Entries: rep.Entries, Implicit: rep.Implicit, Opaque: rep.Opaque}, nil
+	return layerInfo{
+		DiffID: rep.DiffID, Bytes: rep.Bytes, Entries: rep.Entries, Implicit: rep.Implicit, Opaque: rep.Opaque,
+	}, nil
 }
 
 func finished(finish func(error) error, err error) error {

@@ -64,12 +64,16 @@ func blob(t testing.TB, kind string, stream []byte) source.Layer {
 
 func configOf(t testing.TB, layers []source.Layer) []byte {
 	t.Helper()
-	f := v1.ConfigFile{OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"}, Config: v1.Config{Cmd: []string{"sh"}, User: "7"}}
+	f := v1.ConfigFile{
+		OS: "linux", Architecture: "amd64", RootFS: v1.RootFS{Type: "layers"},
+		Config: v1.Config{Cmd: []string{"sh"}, User: "7"},
+	}
 	for i, l := range layers {
 		h, err := v1.NewHash(l.DiffID)
 		ok(t, err)
 		f.RootFS.DiffIDs = append(f.RootFS.DiffIDs, h)
-		f.History = append(f.History, v1.History{CreatedBy: fmt.Sprint("step ", i)}, v1.History{CreatedBy: "ENV", EmptyLayer: true})
+		f.History = append(f.History, v1.History{CreatedBy: fmt.Sprint("step ", i)},
+			v1.History{CreatedBy: "ENV", EmptyLayer: true})
 	}
 	b, err := json.Marshal(f)
 	ok(t, err)
@@ -78,7 +82,8 @@ func configOf(t testing.TB, layers []source.Layer) []byte {
 
 func take(t testing.TB, s *Store, name string, layers ...source.Layer) (image.Image, error) {
 	t.Helper()
-	return s.take(ctx, reference.Reference{}, "docker.io/library/"+name+":latest", made{configOf(t, layers), layers}, image.PullOptions{})
+	return s.take(ctx, reference.Reference{}, "docker.io/library/"+name+":latest",
+		made{configOf(t, layers), layers}, image.PullOptions{})
 }
 
 func noise(n int, seed uint64) string {
@@ -112,7 +117,9 @@ func push(t testing.TB, layers ...source.Layer) *pushed {
 	}))
 	t.Cleanup(srv.Close)
 	p.ref = strings.TrimPrefix(srv.URL, "http://") + "/team/web:1"
-	img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{OS: "linux", Architecture: "amd64", Config: v1.Config{Cmd: []string{"sh"}, Env: []string{"A=b"}}})
+	img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{
+		OS: "linux", Architecture: "amd64", Config: v1.Config{Cmd: []string{"sh"}, Env: []string{"A=b"}},
+	})
 	ok(t, err)
 	for _, l := range layers {
 		r, err := l.Open(ctx)
@@ -121,7 +128,8 @@ func push(t testing.TB, layers ...source.Layer) *pushed {
 		ok(t, err)
 		id, err := v1.NewHash(l.DiffID)
 		ok(t, err)
-		img, err = mutate.Append(img, mutate.Addendum{Layer: withDiffID{static.NewLayer(data, types.MediaType(l.MediaType)), id}, MediaType: types.MediaType(l.MediaType)})
+		img, err = mutate.Append(img, mutate.Addendum{Layer: withDiffID{static.NewLayer(data,
+			types.MediaType(l.MediaType)), id}, MediaType: types.MediaType(l.MediaType)})
 		ok(t, err)
 	}
 	img = mutate.ConfigMediaType(mutate.MediaType(img, types.OCIManifestSchema1), types.OCIConfigJSON)
@@ -155,7 +163,8 @@ func TestPull(t *testing.T) {
 	last = map[string]image.Progress{}
 	img, err := s.Pull(ctx, p.ref, opts)
 	ok(t, err)
-	if img.Name != p.ref || len(img.Layers) != 3 || img.Platform != "linux/amd64" || !slices.Equal(img.Config.Env, []string{"A=b"}) || len(img.RepoDigests) != 1 || img.Size == 0 {
+	if img.Name != p.ref || len(img.Layers) != 3 || img.Platform != "linux/amd64" ||
+		!slices.Equal(img.Config.Env, []string{"A=b"}) || len(img.RepoDigests) != 1 || img.Size == 0 {
 		t.Errorf("%+v", img)
 	}
 	ok(t, s.Verify(ctx, img.Digest))
@@ -169,15 +178,19 @@ func TestPull(t *testing.T) {
 	d, err := s.Inspect(ctx, p.ref)
 	ok(t, err)
 	repo, _, _ := strings.Cut(p.ref, ":1")
-	for _, ref := range []string{p.ref, "docker://" + p.ref, img.Digest, img.Digest[7:19], repo + "@" + d.ManifestDigest, img.RepoDigests[0]} {
+	for _, ref := range []string{
+		p.ref, "docker://" + p.ref, img.Digest, img.Digest[7:19], repo + "@" + d.ManifestDigest, img.RepoDigests[0],
+	} {
 		if got, err := s.Pull(ctx, ref, image.PullOptions{}); err != nil || got.Digest != img.Digest {
 			t.Errorf("%s: %+v %v", ref, got, err)
 		}
-		if got, err := s.Pull(ctx, ref, image.PullOptions{Policy: image.PullNever}); err != nil || got.Digest != img.Digest {
+		if got, err := s.Pull(ctx, ref, image.PullOptions{Policy: image.PullNever}); err != nil ||
+			got.Digest != img.Digest {
 			t.Errorf("%s: %+v %v", ref, got, err)
 		}
 	}
-	if len(d.LayerList) != 3 || d.LayerList[1].MediaType != string(types.OCILayerZStd) || d.Source != p.ref || len(d.Names) != 1 || digestOf(d.RawConfig) != img.Digest {
+	if len(d.LayerList) != 3 || d.LayerList[1].MediaType != string(types.OCILayerZStd) || d.Source != p.ref ||
+		len(d.Names) != 1 || digestOf(d.RawConfig) != img.Digest {
 		t.Errorf("%+v", d)
 	}
 	again, err := s.Pull(ctx, p.ref, opts)
@@ -187,7 +200,8 @@ func TestPull(t *testing.T) {
 	if n := p.blobs.Load(); n > 1 { // the configuration
 		t.Errorf("%d blobs of an image that is here", n)
 	}
-	if _, err := s.Pull(ctx, "nowhere", image.PullOptions{Policy: image.PullNever}); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := s.Pull(ctx, "nowhere",
+		image.PullOptions{Policy: image.PullNever}); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
 	if _, err := s.Pull(ctx, "x", image.PullOptions{Policy: "often"}); !errors.Is(err, fault.ErrInvalid) {
@@ -359,10 +373,14 @@ func TestPullRefused(t *testing.T) {
 		layer source.Layer
 		want  error
 	}{
-		"another diffID": {func() source.Layer { l := blob(t, "gzip", good); l.Open = other.Open; return l }(), fault.ErrCorrupt},
-		"cut":            {blob(t, "gzip", good[:len(good)-1500]), fault.ErrInvalid},
-		"no tar":         {blob(t, "zstd", []byte(noise(4096, 3))), fault.ErrInvalid},
-		"escape":         {blob(t, "gzip", archive(t, ent{tar.Header{Name: "../evil"}, "x"})), fault.ErrInvalid},
+		"another diffID": {func() source.Layer {
+			l := blob(t, "gzip", good)
+			l.Open = other.Open
+			return l
+		}(), fault.ErrCorrupt},
+		"cut":    {blob(t, "gzip", good[:len(good)-1500]), fault.ErrInvalid},
+		"no tar": {blob(t, "zstd", []byte(noise(4096, 3))), fault.ErrInvalid},
+		"escape": {blob(t, "gzip", archive(t, ent{tar.Header{Name: "../evil"}, "x"})), fault.ErrInvalid},
 		"broken": {func() source.Layer {
 			l := blob(t, "gzip", good)
 			l.Open = func(context.Context) (io.ReadCloser, error) { return io.NopCloser(errReader{fault.ErrBusy}), nil }
@@ -371,7 +389,8 @@ func TestPullRefused(t *testing.T) {
 		"wrong bytes": {func() source.Layer {
 			l := blob(t, "gzip", good)
 			l.Open = func(context.Context) (io.ReadCloser, error) {
-				return io.NopCloser(io.MultiReader(bytes.NewReader([]byte("\x1f\x8b\x08rubbish")), errReader{fault.ErrCorrupt})), nil
+				return io.NopCloser(io.MultiReader(bytes.NewReader([]byte("\x1f\x8b\x08rubbish")),
+					errReader{fault.ErrCorrupt})), nil
 			}
 			return l
 		}(), fault.ErrCorrupt},
@@ -383,8 +402,12 @@ func TestPullRefused(t *testing.T) {
 		leftovers(t, s, 0)
 	}
 	s := store(t)
-	for what, config := range map[string]string{"windows": `{"os":"windows","rootfs":{"type":"layers"}}`, "no json": "x", "more layers": `{"os":"linux","rootfs":{"type":"layers","diff_ids":["` + other.DiffID + `"]}}`} {
-		if _, err := s.take(ctx, reference.Reference{}, "", made{[]byte(config), nil}, image.PullOptions{}); err == nil {
+	for what, config := range map[string]string{
+		"windows": `{"os":"windows","rootfs":{"type":"layers"}}`, "no json": "x",
+		"more layers": `{"os":"linux","rootfs":{"type":"layers","diff_ids":["` + other.DiffID + `"]}}`,
+	} {
+		if _, err := s.take(ctx, reference.Reference{}, "", made{[]byte(config), nil},
+			image.PullOptions{}); err == nil {
 			t.Error(what)
 		}
 	}
@@ -419,8 +442,12 @@ func TestPullAgainstGC(t *testing.T) {
 // A process that dies at any instant of a pull leaves an image that is whole or
 // none, and the next pull goes through.
 func TestPullKilled(t *testing.T) {
-	p := push(t, blob(t, "gzip", rootfs(t, "1")), blob(t, "gzip", archive(t, ent{tar.Header{Name: "etc/f"}, noise(2<<20, 4)})))
-	for _, point := range []string{"images.pull.before-sync", "images.pull.before-rename", "images.pull.after-rename", "images.pull.before-record", "images.import.before-index"} {
+	p := push(t, blob(t, "gzip", rootfs(t, "1")), blob(t, "gzip",
+		archive(t, ent{tar.Header{Name: "etc/f"}, noise(2<<20, 4)})))
+	for _, point := range []string{
+		"images.pull.before-sync", "images.pull.before-rename", "images.pull.after-rename", "images.pull.before-record",
+		"images.import.before-index",
+	} {
 		for _, action := range []string{"kill", "error"} {
 			s := store(t)
 			root := filepath.Dir(s.dir)
@@ -448,7 +475,9 @@ func TestPullKilled(t *testing.T) {
 // The image that goes out is the one that came in.
 func TestV1(t *testing.T) {
 	s := store(t)
-	layers := []source.Layer{blob(t, "gzip", rootfs(t, "1")), blob(t, "zstd", archive(t, ent{tar.Header{Name: "etc/.wh.f"}, ""}))}
+	layers := []source.Layer{
+		blob(t, "gzip", rootfs(t, "1")), blob(t, "zstd", archive(t, ent{tar.Header{Name: "etc/.wh.f"}, ""})),
+	}
 	img, err := take(t, s, "x", layers...)
 	ok(t, err)
 	out, err := s.V1(ctx, img.Digest)
@@ -523,11 +552,14 @@ func TestOldIndex(t *testing.T) {
 	digest := digestOf([]byte(old))
 	hex, _ := hexOf(digest)
 	ok(t, os.MkdirAll(s.path("layers", strings.Repeat("a", 64), "diff"), 0o755))
-	ok(t, os.WriteFile(s.path("records", hex+".json"), []byte(`{"manifest":`+old+`,"created":"2026-01-01T00:00:00Z","bytes":5}`), 0o600))
-	ok(t, os.WriteFile(s.path("index.json"), []byte(`{"version":1,"names":{"debian:12":{"digest":"`+digest+`"},"busybox:latest":{"digest":"`+digest+`","builtin":true}}}`), 0o600))
+	ok(t, os.WriteFile(s.path("records", hex+".json"), []byte(`{"manifest":`+old+
+		`,"created":"2026-01-01T00:00:00Z","bytes":5}`), 0o600))
+	ok(t, os.WriteFile(s.path("index.json"), []byte(`{"version":1,"names":{"debian:12":{"digest":"`+digest+
+		`"},"busybox:latest":{"digest":"`+digest+`","builtin":true}}}`), 0o600))
 	for _, ref := range []string{digest, "debian:12", digest[7:20]} {
 		img, err := s.Resolve(ctx, ref)
-		if err != nil || img.Name != "debian:12" || len(img.Lower) != 1 || !slices.Equal(img.Config.Cmd, []string{"sh"}) {
+		if err != nil || img.Name != "debian:12" || len(img.Lower) != 1 ||
+			!slices.Equal(img.Config.Cmd, []string{"sh"}) {
 			t.Errorf("%s: %+v %v", ref, img, err)
 		}
 	}

@@ -104,8 +104,9 @@ func (s *Store) record(digest string) (record, error) {
 	}
 	err := readJSON(s.path("records", hex+".json"), &rec)
 	if errors.Is(err, fs.ErrNotExist) {
-		return rec, &fault.Error{Op: "find image", ID: digest, Hint: "Pull it again, or import the same files again: equal files have the same digest.",
-			Err: fmt.Errorf("%w: no image has this digest", fault.ErrNotFound)}
+		return rec, &fault.Error{Op: "find image", ID: digest,
+			Hint: "Pull it again, or import the same files again: equal files have the same digest.",
+			Err:  fmt.Errorf("%w: no image has this digest", fault.ErrNotFound)}
 	}
 	switch {
 	case err != nil:
@@ -130,7 +131,10 @@ func (r record) errOld(digest string) error {
 	if r.Old == nil {
 		return nil
 	}
-	return &fault.Error{Op: "read image", ID: digest, Hint: "Import it again.", Err: fmt.Errorf("%w: an earlier agentbox imported it", fault.ErrUnsupported)}
+	return &fault.Error{
+		Op: "read image", ID: digest, Hint: "Import it again.",
+		Err: fmt.Errorf("%w: an earlier agentbox imported it", fault.ErrUnsupported),
+	}
 }
 
 // config reads the configuration, whose digest is the image's.
@@ -158,7 +162,8 @@ func (s *Store) image(idx index, name, digest string) (image.Image, error) {
 	if err != nil {
 		return image.Image{Name: s.familiar(name), Digest: digest, Created: idx.Names[name].Created}, err
 	}
-	img := image.Image{Name: s.familiar(name), Digest: digest, RepoDigests: rec.RepoDigests, Platform: rec.Platform, Created: rec.Created,
+	img := image.Image{Name: s.familiar(name), Digest: digest, RepoDigests: rec.RepoDigests,
+		Platform: rec.Platform, Created: rec.Created,
 		Bytes: rec.Bytes, Size: rec.Size, Config: rec.Config}
 	if e, ok := idx.Names[name]; ok {
 		img.Created, img.Builtin = e.Created, e.Builtin
@@ -199,10 +204,13 @@ func parseConfig(raw []byte) (*v1.ConfigFile, image.Config, error) {
 		return nil, image.Config{}, fmt.Errorf("%w: the image is for %.50q", fault.ErrUnsupported, f.OS)
 	}
 	c := f.Config
-	cfg := image.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
+	cfg := image.Config{Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir,
+		StopSignal: c.StopSignal, Labels: c.Labels,
 		Volumes: slices.Sorted(maps.Keys(c.Volumes)), ExposedPorts: slices.Sorted(maps.Keys(c.ExposedPorts))}
 	if h := c.Healthcheck; h != nil {
-		cfg.Healthcheck = &image.Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
+		cfg.Healthcheck = &image.Healthcheck{
+			Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries,
+		}
 	}
 	return &f, cfg, nil
 }

@@ -35,7 +35,8 @@ func mounted(t *testing.T, img image.Image) string {
 // and the top directory, which an upperdir covers.
 func listing(t *testing.T, dir string) string {
 	t.Helper()
-	cmd := exec.Command("sh", "-ec", `find . -mindepth 1 -printf '%P|%y|%m|%U:%G|%T@|%l|%n|%s\n' | sed '/|d|/s/|[0-9]*|[0-9]*$//' | sort
+	cmd := exec.Command("sh", "-ec",
+		`find . -mindepth 1 -printf '%P|%y|%m|%U:%G|%T@|%l|%n|%s\n' | sed '/|d|/s/|[0-9]*|[0-9]*$//' | sort
 find . -type f -print0 | sort -z | xargs -0r sha256sum; find . \( -type c -o -type b \) -exec stat -c '%n %t %T' {} + | sort
 find . -mindepth 1 -print0 | sort -z | xargs -0r getfattr -hd -m - -e hex | grep -v overlay`)
 	cmd.Dir, cmd.Env = dir, append(os.Environ(), "LC_ALL=C")
@@ -64,18 +65,24 @@ func layered(t testing.TB) []source.Layer {
 	}
 	f := func(name, data string, sec int64) ent { return at(ent{tar.Header{Name: name}, data}, sec) }
 	base := archive(t,
-		d("etc", 0o755, 100), f("etc/passwd", "root", 101), f("etc/gone", "x", 102), d("etc/conf.d", 0o2770, 103), f("etc/conf.d/a", "a", 104),
-		d("var", 0o755, 105), d("var/cache", 0o700, 106), f("var/cache/x", "x", 107), d("var/lib", 0o755, 108), f("var/lib/y", "y", 109),
+		d("etc", 0o755, 100), f("etc/passwd", "root", 101), f("etc/gone", "x", 102), d("etc/conf.d", 0o2770, 103),
+		f("etc/conf.d/a", "a", 104),
+		d("var", 0o755, 105), d("var/cache", 0o700, 106), f("var/cache/x", "x", 107), d("var/lib", 0o755, 108),
+		f("var/lib/y", "y", 109),
 		at(ent{tar.Header{Name: "dev/null", Typeflag: tar.TypeChar, Devmajor: 1, Devminor: 3, Mode: 0o666}, ""}, 110),
-		at(ent{tar.Header{Name: "bin/su", Mode: 0o4755, Uid: 3, PAXRecords: map[string]string{"SCHILY.xattr.user.k": "v"}}, "su"}, 111),
+		at(ent{tar.Header{
+			Name: "bin/su", Mode: 0o4755, Uid: 3, PAXRecords: map[string]string{"SCHILY.xattr.user.k": "v"},
+		}, "su"}, 111),
 		at(ent{tar.Header{Name: "bin/su2", Typeflag: tar.TypeLink, Linkname: "bin/su"}, ""}, 111),
 		at(ent{tar.Header{Name: "lnk", Typeflag: tar.TypeSymlink, Linkname: "etc", Uid: 5}, ""}, 112),
-		d("srv", 0o755, 113), f("srv/file", "f", 114), f("bin/old", "o", 115), d("bin", 0o755, 115), d("dev", 0o755, 116),
+		d("srv", 0o755, 113), f("srv/file", "f", 114), f("bin/old", "o", 115),
+		d("bin", 0o755, 115), d("dev", 0o755, 116),
 	)
 	second := archive(t,
 		f("etc/.wh.gone", "", 200), d("etc", 0o711, 201), // with an entry
 		f("etc/conf.d/b", "b", 202), // without one: the directory stays as it was
-		d("var", 0o755, 203), d("var/cache", 0o755, 204), f("var/cache/.wh..wh..opq", "", 205), f("var/cache/new", "n", 206),
+		d("var", 0o755, 203), d("var/cache", 0o755, 204), f("var/cache/.wh..wh..opq", "", 205),
+		f("var/cache/new", "n", 206),
 		f(".wh.srv", "", 207),
 	)
 	third := archive(t,
@@ -84,7 +91,8 @@ func layered(t testing.TB) []source.Layer {
 		d("lnk2", 0o755, 305), f(".wh.lnk", "", 306),
 		f("bin/.wh.old", "", 307), d("bin", 0o755, 308), f("etc/passwd", "root2", 309), d("etc", 0o755, 310),
 	)
-	fourth := archive(t, d("lnk", 0o755, 400), f("lnk/in", "in", 401), d("lnk2/deep", 0o755, 403), d("lnk2/deep/er", 0o755, 404), f("lnk2/deep/er/f", "x", 402))
+	fourth := archive(t, d("lnk", 0o755, 400), f("lnk/in", "in", 401), d("lnk2/deep", 0o755, 403),
+		d("lnk2/deep/er", 0o755, 404), f("lnk2/deep/er/f", "x", 402))
 	return []source.Layer{blob(t, "gzip", base), blob(t, "zstd", second), blob(t, "", third), blob(t, "gzip", fourth)}
 }
 
@@ -105,7 +113,8 @@ func TestUmoci(t *testing.T) {
 	ok(t, err)
 	_, err = source.Write(ctx, ref, out, image.SourceOptions{})
 	ok(t, err)
-	if msg, err := exec.Command("umoci", "unpack", "--image", tmp+"/layout:x", tmp+"/bundle").CombinedOutput(); err != nil {
+	if msg, err := exec.Command("umoci", "unpack", "--image", tmp+"/layout:x",
+		tmp+"/bundle").CombinedOutput(); err != nil {
 		t.Fatalf("umoci: %v %s", err, msg)
 	}
 	sameListing(t, listing(t, mounted(t, img)), listing(t, tmp+"/bundle/rootfs"))
@@ -113,7 +122,9 @@ func TestUmoci(t *testing.T) {
 
 func TestOpaqueLayer(t *testing.T) {
 	s := store(t)
-	img, err := take(t, s, "x", blob(t, "", rootfs(t, "1")), blob(t, "", archive(t, ent{tar.Header{Name: ".wh..wh..opq"}, ""}, ent{tar.Header{Name: "only"}, ""})), blob(t, "", archive(t, ent{tar.Header{Name: "top"}, ""})))
+	img, err := take(t, s, "x", blob(t, "", rootfs(t, "1")),
+		blob(t, "", archive(t, ent{tar.Header{Name: ".wh..wh..opq"}, ""}, ent{tar.Header{Name: "only"}, ""})),
+		blob(t, "", archive(t, ent{tar.Header{Name: "top"}, ""})))
 	ok(t, err)
 	list, err := os.ReadDir(mounted(t, img))
 	if err != nil || len(list) != 2 || len(img.Lower) != 2 || len(img.Layers) != 3 {
@@ -129,7 +140,8 @@ func TestDeep(t *testing.T) {
 	ok(t, err)
 	var layers []source.Layer
 	for i := range 127 {
-		layers = append(layers, blob(t, "", archive(t, ent{tar.Header{Name: fmt.Sprint("f", i)}, "x"}, ent{tar.Header{Name: "same"}, fmt.Sprint(i)})))
+		layers = append(layers, blob(t, "", archive(t, ent{tar.Header{Name: fmt.Sprint("f", i)}, "x"},
+			ent{tar.Header{Name: "same"}, fmt.Sprint(i)})))
 	}
 	img, err := take(t, s, "deep", layers...)
 	ok(t, err)

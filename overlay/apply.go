@@ -149,7 +149,8 @@ func (a *apply) run(ctx context.Context) error {
 			return err
 		}
 		if a.sum.add(&e); a.sum.Entries > a.opts.MaxEntries || a.sum.Data > a.opts.MaxData {
-			return fmt.Errorf("%w: more than %d entries or %d bytes of data", fault.ErrCorrupt, a.opts.MaxEntries, a.opts.MaxData)
+			return fmt.Errorf("%w: more than %d entries or %d bytes of data", fault.ErrCorrupt,
+				a.opts.MaxEntries, a.opts.MaxData)
 		}
 		for len(a.stack) > 0 && !a.above(&e) {
 			if err := a.leave(); err != nil {

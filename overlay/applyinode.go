@@ -78,7 +78,9 @@ func makeSpecial(dir int, name string, e *Entry) error {
 			return pathError("chmod", e.Path, err)
 		}
 		p := procFD(dir) + "/" + name
-		if err := checkACL(e, func(attr string, buf []byte) (int, error) { return unix.Lgetxattr(p, attr, buf) }); err != nil {
+		if err := checkACL(e, func(attr string, buf []byte) (int, error) {
+			return unix.Lgetxattr(p, attr, buf)
+		}); err != nil {
 			return err
 		}
 	}

@@ -72,13 +72,17 @@ func everything(t testing.TB, dir string) {
 	x("sub", "trusted.overlay.opaque", "y")
 	x("sub", "system.posix_acl_default", string(posixACL(6, 1000)))
 	x("empty", "system.posix_acl_access", string(posixACL(4, 1001)))
-	x("setuid", "security.capability", "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00")
+	x("setuid", "security.capability",
+		"\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00")
 	x(".", "user.root", "the upperdir itself")
 	for name, ts := range map[string]unix.Timespec{
-		"plain": {Sec: -1, Nsec: 500_000_000}, "symlink": {Sec: 1, Nsec: 1}, "sub/deep": {Sec: 12_000_000_000, Nsec: 999_999_999},
-		"sub": {Sec: 1_700_000_000}, "fifo": {Sec: -2_000_000_000, Nsec: 7}, ".": {Sec: 1_600_000_000, Nsec: 123_456_789},
+		"plain": {Sec: -1, Nsec: 500_000_000}, "symlink": {Sec: 1, Nsec: 1},
+		"sub/deep": {Sec: 12_000_000_000, Nsec: 999_999_999},
+		"sub":      {Sec: 1_700_000_000}, "fifo": {Sec: -2_000_000_000, Nsec: 7},
+		".": {Sec: 1_600_000_000, Nsec: 123_456_789},
 	} {
-		must(t, unix.UtimesNanoAt(unix.AT_FDCWD, in(name), []unix.Timespec{{Nsec: unix.UTIME_OMIT}, ts}, unix.AT_SYMLINK_NOFOLLOW))
+		must(t, unix.UtimesNanoAt(unix.AT_FDCWD, in(name), []unix.Timespec{{Nsec: unix.UTIME_OMIT}, ts},
+			unix.AT_SYMLINK_NOFOLLOW))
 	}
 	must(t, unix.Chmod(dir, 0o1751))
 }
@@ -87,7 +91,8 @@ func everything(t testing.TB, dir string) {
 func TestEverything(t *testing.T) {
 	disk, fileCache := noDevices(t), tmpfs(t, "size=100m")
 	for name, c := range map[string][2]string{
-		"disk to disk": {disk, disk}, "disk to tmpfs": {disk, fileCache}, "tmpfs to disk": {fileCache, disk}, "tmpfs to tmpfs": {fileCache, fileCache},
+		"disk to disk": {disk, disk}, "disk to tmpfs": {disk, fileCache}, "tmpfs to disk": {fileCache, disk},
+		"tmpfs to tmpfs": {fileCache, fileCache},
 	} {
 		t.Run(name, func(t *testing.T) {
 			src, err := os.MkdirTemp(c[0], "src-")
@@ -166,7 +171,8 @@ func TestForeignReaders(t *testing.T) {
 			}
 			return nil
 		}
-		if h.Linkname != e.Link || h.Mode != int64(e.Mode) || h.Uid != int(e.UID) || h.Gid != int(e.GID) || h.Size != e.Size ||
+		if h.Linkname != e.Link || h.Mode != int64(e.Mode) || h.Uid != int(e.UID) ||
+			h.Gid != int(e.GID) || h.Size != e.Size ||
 			!h.ModTime.Equal(time.Unix(e.Mtime.Sec, e.Mtime.Nsec)) {
 			t.Errorf("%q: archive/tar sees %+v", e.Path, h)
 		}
@@ -201,7 +207,8 @@ func TestForeignReaders(t *testing.T) {
 	archive, _ = captureDir(t, src)
 	dst := filepath.Join(base, "dst")
 	must(t, os.Mkdir(dst, 0o755))
-	cmd := exec.Command("tar", "-x", "-C", dst, "--xattrs", "--xattrs-include=*", "--numeric-owner", "-p", "--warning=no-timestamp", "--delay-directory-restore")
+	cmd := exec.Command("tar", "-x", "-C", dst, "--xattrs", "--xattrs-include=*", "--numeric-owner", "-p",
+		"--warning=no-timestamp", "--delay-directory-restore")
 	cmd.Stdin = bytes.NewReader(archive)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("tar: %v\n%s", err, out)
@@ -337,7 +344,8 @@ func TestCaptureNoticesChanges(t *testing.T) {
 		must(t, os.WriteFile(filepath.Join(dir, "b"), make([]byte, 1<<20), 0o644))
 		_, err := Capture(t.Context(), dir, slowly(func(n int64) error {
 			if n == 0 {
-				return errors.Join(os.Remove(filepath.Join(dir, "b")), os.Symlink("/etc/passwd", filepath.Join(dir, "b")))
+				return errors.Join(os.Remove(filepath.Join(dir, "b")),
+					os.Symlink("/etc/passwd", filepath.Join(dir, "b")))
 			}
 			return nil
 		}).write(io.Discard), CaptureOptions{})

@@ -156,13 +156,19 @@ var operations = map[string]func(c *chaos) error{
 		return unix.Lsetxattr(p, "user."+strings.ReplaceAll(c.name(), "\x00", "")[:1]+"=%", c.bytes(100), 0)
 	},
 	"trusted xattr": func(c *chaos) error {
-		names := []string{"trusted.x", "trusted.\xff", "trusted.a=b", "trusted.50%", "trusted.new\nline", "trusted.overlay.opaque", "user.overlay.whiteout"}
+		names := []string{
+			"trusted.x", "trusted.\xff", "trusted.a=b", "trusted.50%", "trusted.new\nline", "trusted.overlay.opaque",
+			"user.overlay.whiteout",
+		}
 		return unix.Lsetxattr(c.pick(any1), names[c.n(len(names)-1)], c.bytes(60), 0)
 	},
 	"security xattr": func(c *chaos) error { return unix.Lsetxattr(c.pick(any1), "security.agentbox", c.bytes(20), 0) },
 	"remove xattr": func(c *chaos) error {
 		// Few have it: one of these.
-		has := slices.DeleteFunc(c.paths(any1), func(p string) bool { _, err := unix.Lgetxattr(p, "trusted.x", nil); return err != nil })
+		has := slices.DeleteFunc(c.paths(any1), func(p string) bool {
+			_, err := unix.Lgetxattr(p, "trusted.x", nil)
+			return err != nil
+		})
 		if len(has) == 0 {
 			return unix.ENODATA
 		}
@@ -178,7 +184,8 @@ var operations = map[string]func(c *chaos) error{
 		return unix.Lsetxattr(c.pick(any1), "system.posix_acl_access", posixACL(uint16(c.n(7)), uint32(1000+c.n(3))), 0)
 	},
 	"default acl": func(c *chaos) error {
-		return unix.Lsetxattr(c.pick(isDir), "system.posix_acl_default", posixACL(uint16(c.n(7)), uint32(1000+c.n(3))), 0)
+		return unix.Lsetxattr(c.pick(isDir), "system.posix_acl_default",
+			posixACL(uint16(c.n(7)), uint32(1000+c.n(3))), 0)
 	},
 	"link":    func(c *chaos) error { return os.Link(c.pick(notDir), c.fresh()) },
 	"symlink": func(c *chaos) error { return os.Symlink("../"+c.name()+"/\xff/etc/passwd", c.fresh()) },
@@ -215,7 +222,10 @@ func posixACL(perm uint16, uid uint32) []byte {
 	for _, e := range []struct {
 		tag, perm uint16
 		id        uint32
-	}{{0x01, 7, ^uint32(0)}, {0x02, perm, uid}, {0x04, 5, ^uint32(0)}, {0x10, perm | 4, ^uint32(0)}, {0x20, 1, ^uint32(0)}} {
+	}{
+		{0x01, 7, ^uint32(0)}, {0x02, perm, uid}, {0x04, 5, ^uint32(0)},
+		{0x10, perm | 4, ^uint32(0)}, {0x20, 1, ^uint32(0)},
+	} {
 		b = binary.LittleEndian.AppendUint16(b, e.tag)
 		b = binary.LittleEndian.AppendUint16(b, e.perm)
 		b = binary.LittleEndian.AppendUint32(b, e.id)

@@ -98,7 +98,8 @@ func Collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 
 func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOptions) (got Collected, err error) {
 	if len(opts.Base) > maxBase {
-		return got, fmt.Errorf("base of %d bytes, at most %d are possible: %w", len(opts.Base), maxBase, fault.ErrInvalid)
+		return got, fmt.Errorf("base of %d bytes, at most %d are possible: %w", len(opts.Base),
+			maxBase, fault.ErrInvalid)
 	}
 	if err := checkPrivilege(); err != nil {
 		return got, err
@@ -140,7 +141,9 @@ func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 	if err := c.out.finish(opts.Base); err != nil {
 		return got, err
 	}
-	return Collected{Summary: c.sum, Read: c.read.Load(), ReadBytes: c.readBytes.Load(), Same: cache != nil && !c.differs}, nil
+	return Collected{
+		Summary: c.sum, Read: c.read.Load(), ReadBytes: c.readBytes.Load(), Same: cache != nil && !c.differs,
+	}, nil
 }
 
 // collector is one Collect. A lister goes through directories and file cache side by
@@ -215,7 +218,8 @@ func (c *collector) openCache() *fileCache {
 		return nil
 	}
 	at := &c.scan.origin
-	if m.major != at.major || m.minor != at.minor || m.era != eraOf(at.major, at.minor) || !c.opts.Trust && m.verify() != nil {
+	if m.major != at.major || m.minor != at.minor || m.era != eraOf(at.major, at.minor) ||
+		!c.opts.Trust && m.verify() != nil {
 		m.close()
 		return nil
 	}

@@ -95,13 +95,15 @@ func TestCollectSkip(t *testing.T) {
 		fixed map[string]Entry
 		same  bool
 	}{
-		{}, {skip: skip}, {skip: skip, same: true}, {}, {same: true}, {skip: skip, fixed: map[string]Entry{"tmp": fixed}},
+		{}, {skip: skip}, {skip: skip, same: true}, {}, {same: true},
+		{skip: skip, fixed: map[string]Entry{"tmp": fixed}},
 		{skip: skip, fixed: map[string]Entry{"tmp": fixed, "tmp/kept": fixed}, same: true}, {}, {skip: skip}, {},
 	} {
 		out := fmt.Sprint(base, "/", i)
 		got, err := Collect(t.Context(), src, out, nil, CollectOptions{Cache: last, Skip: c.skip, Fixed: c.fixed})
 		must(t, err)
-		if want, tree := wanted(CaptureOptions{Skip: c.skip, Fixed: c.fixed}), collectedTree(t, out, nil); tree != want {
+		if want, tree := wanted(CaptureOptions{Skip: c.skip, Fixed: c.fixed}),
+			collectedTree(t, out, nil); tree != want {
 			t.Errorf("%d: not what Capture sees:\n%s", i, differingLines(want, tree))
 		}
 		if got.Same != c.same {
@@ -143,7 +145,8 @@ func TestCollectRefuses(t *testing.T) {
 	if _, err := Collect(ctx, src, base+"/out", nil, CollectOptions{}); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
-	if _, err := Collect(t.Context(), base+"/none", base+"/out", nil, CollectOptions{}); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := Collect(t.Context(), base+"/none", base+"/out", nil,
+		CollectOptions{}); !errors.Is(err, fs.ErrNotExist) {
 		t.Error(err)
 	}
 	before, err := os.ReadFile(base + "/known")
@@ -183,7 +186,9 @@ func TestCollectFails(t *testing.T) {
 	must(t, os.Mkdir(src, 0o755))
 	for i := range 3000 {
 		must(t, os.MkdirAll(fmt.Sprintf("%s/d%02d/e%d", src, i%50, i%4), 0o755))
-		must(t, os.WriteFile(fmt.Sprintf("%s/d%02d/e%d/%s%d", src, i%50, i%4, strings.Repeat("n", 200), i), []byte("x"), 0o644))
+		must(t, os.WriteFile(
+			fmt.Sprintf("%s/d%02d/e%d/%s%d", src, i%50, i%4, strings.Repeat("n", 200), i),
+			[]byte("x"), 0o644))
 	}
 	open := func() int {
 		list, err := os.ReadDir("/proc/self/fd")
@@ -201,7 +206,8 @@ func TestCollectFails(t *testing.T) {
 		if !errors.Is(err, fault.ErrBusy) {
 			t.Error(err)
 		}
-		if _, err = Collect(t.Context(), src, base+"/out", badSink{}, CollectOptions{Tolerant: tolerant}); !errors.Is(err, fault.ErrInvalid) {
+		if _, err = Collect(t.Context(), src, base+"/out", badSink{},
+			CollectOptions{Tolerant: tolerant}); !errors.Is(err, fault.ErrInvalid) {
 			t.Error(err)
 		}
 	}

@@ -113,7 +113,9 @@ func TestCollectRounds(t *testing.T) {
 				settle(rt)
 			}
 			out := filepath.Join(dir, fmt.Sprint("memory", round))
-			opts := CollectOptions{Cache: last, Trust: rapid.Bool().Draw(rt, "trust"), Tolerant: rapid.Bool().Draw(rt, "tolerant")}
+			opts := CollectOptions{
+				Cache: last, Trust: rapid.Bool().Draw(rt, "trust"), Tolerant: rapid.Bool().Draw(rt, "tolerant"),
+			}
 			got := collectDir(rt, src, out, s, opts)
 			tree := walkTree(rt, src)
 			if got.Same != (tree == lastTree) {
@@ -159,7 +161,10 @@ func TestCollectRounds(t *testing.T) {
 }
 
 var trickNames = func() (names []string) {
-	for _, name := range []string{"rewrite", "replace", "exchange directories", "move directory", "first link", "unlink first", "link into", "retarget"} {
+	for _, name := range []string{
+		"rewrite", "replace", "exchange directories", "move directory", "first link", "unlink first",
+		"link into", "retarget",
+	} {
 		if tricks[name] == nil {
 			panic(name)
 		}
@@ -198,7 +203,8 @@ func TestCollectWild(t *testing.T) {
 				// On a disk that is busy changes come slowly.
 				for i := 0; i < 5 || ops.Load() < 100 && i < 100; i++ {
 					out := filepath.Join(mem, fmt.Sprintf("%d.%d", round, i))
-					_, err := Collect(t.Context(), src, out, s, CollectOptions{Cache: last, Trust: i%2 == 0, Tolerant: true})
+					_, err := Collect(t.Context(), src, out, s,
+						CollectOptions{Cache: last, Trust: i%2 == 0, Tolerant: true})
 					if err != nil {
 						close(stop)
 						<-done
@@ -306,7 +312,9 @@ func TestCollectRacy(t *testing.T) {
 	must(t, unix.Mount("ramfs", ram, "ramfs", unix.MS_NODEV|unix.MS_NOSUID, ""))
 	t.Cleanup(func() { must(t, Unmount(ram, UnmountOptions{})) })
 	// The kernel gives the newer filesystems a finer time once a file's times were read.
-	for name, base := range map[string]string{"disk": t.TempDir(), "ticks": ram, "whole seconds": ext4(t, "20m", "-I", "128")} {
+	for name, base := range map[string]string{
+		"disk": t.TempDir(), "ticks": ram, "whole seconds": ext4(t, "20m", "-I", "128"),
+	} {
 		t.Run(name, func(t *testing.T) {
 			src := filepath.Join(base, "src")
 			must(t, os.MkdirAll(src+"/d", 0o755))

@@ -269,7 +269,8 @@ func (l *lister) step(f *listing) (dirent, cacheRecord, error) {
 
 // handle hands out one entry of f. rec is where the cache stands, or nil.
 func (l *lister) handle(f *listing, d dirent, rec cacheRecord) error {
-	if l.c.out == nil && f.dir.still && !rec.key().isDir() && rec.key().links() < 2 && rec.flags()&(flagUntrusted|flagHole) == 0 {
+	if l.c.out == nil && f.dir.still && !rec.key().isDir() && rec.key().links() < 2 &&
+		rec.flags()&(flagUntrusted|flagHole) == 0 {
 		return l.advance() // not requested
 	}
 	it := listed{dir: f.dir}

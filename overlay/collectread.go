@@ -272,7 +272,8 @@ func (r *reader) data(ctx context.Context, fd int, e *Entry) (err error) {
 		case err != nil:
 			return &sinkError{e.Path, err}
 		case in.left > 0 || !validDigest(e.Digest):
-			return &sinkError{e.Path, fmt.Errorf("digest %q, %d bytes not taken: %w", clip(e.Digest), in.left, fault.ErrInvalid)}
+			return &sinkError{e.Path, fmt.Errorf("digest %q, %d bytes not taken: %w", clip(e.Digest),
+				in.left, fault.ErrInvalid)}
 		}
 	case size <= smallFile:
 		if r.small == nil {
@@ -285,7 +286,10 @@ func (r *reader) data(ctx context.Context, fd int, e *Entry) (err error) {
 		e.Digest = digestOf(r.small[:size])
 	default:
 		h := blake3.New()
-		if err := inBuffers(size, fileReader(ctx, fd, e), func(p []byte) error { _, _ = h.Write(p); return nil }); err != nil {
+		if err := inBuffers(size, fileReader(ctx, fd, e), func(p []byte) error {
+			_, _ = h.Write(p)
+			return nil
+		}); err != nil {
 			return err
 		}
 		e.Digest = hasherDigest(h)
@@ -368,7 +372,9 @@ func passing(err error) bool {
 	if errors.Is(err, fault.ErrBusy) {
 		return true
 	}
-	for _, no := range []unix.Errno{unix.ENOENT, unix.ESTALE, unix.ELOOP, unix.ENOTDIR, unix.ENXIO, unix.ENODATA, unix.EINVAL, unix.EAGAIN} {
+	for _, no := range []unix.Errno{
+		unix.ENOENT, unix.ESTALE, unix.ELOOP, unix.ENOTDIR, unix.ENXIO, unix.ENODATA, unix.EINVAL, unix.EAGAIN,
+	} {
 		if errors.Is(err, no) {
 			return true
 		}

@@ -23,35 +23,69 @@ func TestVerifySeesEverything(t *testing.T) {
 		path, says string
 		do         func(p string) error
 	}{
-		"mode":              {"a-first-name", "mode 0600, want 0644", func(p string) error { return os.Chmod(p, 0o600) }},
-		"set-id":            {"setuid", "mode 0755, want 6755", func(p string) error { return os.Chmod(p, 0o755) }},
-		"owner":             {"a-first-name", "owner 1:2, want 0:0", func(p string) error { return os.Chown(p, 1, 2) }},
-		"owner of a link":   {"symlink", "owner 1:1, want 0:0", func(p string) error { return os.Lchown(p, 1, 1) }},
-		"a nanosecond":      {"sub", "modified 1700000000.000000001 (", func(p string) error { return touch(p, 1_700_000_000, 1) }},
-		"time of a link":    {"symlink", "modified 1.000000002", func(p string) error { return touch(p, 1, 2) }},
-		"time of the root":  {".", "modified 5", func(p string) error { return touch(p, 5, 0) }},
-		"mode of the root":  {".", "mode 0755, want 1751", func(p string) error { return os.Chmod(p, 0o755) }},
-		"attribute gone":    {"a-first-name", `attribute "user.empty" missing`, func(p string) error { return unix.Lremovexattr(p, "user.empty") }},
-		"attribute new":     {"fifo", `attribute "trusted.new" that should not be there`, func(p string) error { return unix.Lsetxattr(p, "trusted.new", nil, 0) }},
-		"attribute changed": {"symlink", `attribute "trusted.x" is "y", want "on a symlink"`, func(p string) error { return unix.Lsetxattr(p, "trusted.x", []byte("y"), 0) }},
-		"opaque mark gone":  {"sub", `attribute "trusted.overlay.opaque" missing`, func(p string) error { return unix.Lremovexattr(p, "trusted.overlay.opaque") }},
-		"capability gone":   {"setuid", `attribute "security.capability" missing`, func(p string) error { return unix.Lremovexattr(p, "security.capability") }},
-		"one byte":          {"large", "content blake3:", func(p string) error { return keepTimes(p, func() error { return appendTo(p, 2_000_000, "x") }) }},
-		"a byte more":       {"large", "size 3000001, want 3000000", func(p string) error { return keepTimes(p, func() error { return appendTo(p, 3_000_000, "x") }) }},
-		"hole filled":       {"sparse", "data at [", func(p string) error { return keepTimes(p, func() error { return appendTo(p, 2<<20, "\x00") }) }},
-		"hole made":         {"large", "data at [", func(p string) error { return keepTimes(p, func() error { return punch(p) }) }},
-		"link elsewhere":    {"symlink", `link to "x"`, func(p string) error { return errors.Join(os.Remove(p), os.Symlink("x", p)) }},
-		"file now a dir":    {"empty", "a dir, want a file", func(p string) error { return errors.Join(os.Remove(p), os.Mkdir(p, 0o755)) }},
-		"whiteout gone":     {"whiteout", "missing, want a whiteout", os.Remove},
-		"char now whiteout": {"char", "a whiteout, want a char", func(p string) error { return errors.Join(os.Remove(p), unix.Mknod(p, unix.S_IFCHR, 0)) }},
+		"mode": {"a-first-name", "mode 0600, want 0644", func(p string) error {
+			return os.Chmod(p, 0o600)
+		}},
+		"set-id":          {"setuid", "mode 0755, want 6755", func(p string) error { return os.Chmod(p, 0o755) }},
+		"owner":           {"a-first-name", "owner 1:2, want 0:0", func(p string) error { return os.Chown(p, 1, 2) }},
+		"owner of a link": {"symlink", "owner 1:1, want 0:0", func(p string) error { return os.Lchown(p, 1, 1) }},
+		"a nanosecond": {"sub", "modified 1700000000.000000001 (", func(p string) error {
+			return touch(p, 1_700_000_000, 1)
+		}},
+		"time of a link":   {"symlink", "modified 1.000000002", func(p string) error { return touch(p, 1, 2) }},
+		"time of the root": {".", "modified 5", func(p string) error { return touch(p, 5, 0) }},
+		"mode of the root": {".", "mode 0755, want 1751", func(p string) error { return os.Chmod(p, 0o755) }},
+		"attribute gone": {"a-first-name", `attribute "user.empty" missing`, func(p string) error {
+			return unix.Lremovexattr(p, "user.empty")
+		}},
+		"attribute new": {"fifo", `attribute "trusted.new" that should not be there`, func(p string) error {
+			return unix.Lsetxattr(p, "trusted.new", nil, 0)
+		}},
+		"attribute changed": {"symlink", `attribute "trusted.x" is "y", want "on a symlink"`, func(p string) error {
+			return unix.Lsetxattr(p, "trusted.x", []byte("y"), 0)
+		}},
+		"opaque mark gone": {"sub", `attribute "trusted.overlay.opaque" missing`, func(p string) error {
+			return unix.Lremovexattr(p, "trusted.overlay.opaque")
+		}},
+		"capability gone": {"setuid", `attribute "security.capability" missing`, func(p string) error {
+			return unix.Lremovexattr(p, "security.capability")
+		}},
+		"one byte": {"large", "content blake3:", func(p string) error {
+			return keepTimes(p, func() error { return appendTo(p, 2_000_000, "x") })
+		}},
+		"a byte more": {"large", "size 3000001, want 3000000", func(p string) error {
+			return keepTimes(p, func() error { return appendTo(p, 3_000_000, "x") })
+		}},
+		"hole filled": {"sparse", "data at [", func(p string) error {
+			return keepTimes(p, func() error { return appendTo(p, 2<<20, "\x00") })
+		}},
+		"hole made": {"large", "data at [", func(p string) error {
+			return keepTimes(p, func() error { return punch(p) })
+		}},
+		"link elsewhere": {"symlink", `link to "x"`, func(p string) error {
+			return errors.Join(os.Remove(p), os.Symlink("x", p))
+		}},
+		"file now a dir": {"empty", "a dir, want a file", func(p string) error {
+			return errors.Join(os.Remove(p), os.Mkdir(p, 0o755))
+		}},
+		"whiteout gone": {"whiteout", "missing, want a whiteout", os.Remove},
+		"char now whiteout": {"char", "a whiteout, want a char", func(p string) error {
+			return errors.Join(os.Remove(p), unix.Mknod(p, unix.S_IFCHR, 0))
+		}},
 		"other device": {"block", "device 4000:8, want 4000:7", func(p string) error {
 			return errors.Join(os.Remove(p), unix.Mknod(p, unix.S_IFBLK|0o600, int(unix.Mkdev(4000, 8))))
 		}},
-		"socket now fifo": {"socket", "a fifo, want a socket", func(p string) error { return errors.Join(os.Remove(p), unix.Mkfifo(p, 0o755)) }},
-		"file new":        {"sub/new", "a file that should not be there", func(p string) error { return os.WriteFile(p, nil, 0o600) }},
-		"last file new":   {"\xff\xff", "a file that should not be there", func(p string) error { return os.WriteFile(p, nil, 0o600) }},
-		"dotfile gone":    {".hidden", "missing, want a file", os.Remove},
-		"empty dir gone":  {"sub/deep/empty", "missing, want a dir", os.Remove},
+		"socket now fifo": {"socket", "a fifo, want a socket", func(p string) error {
+			return errors.Join(os.Remove(p), unix.Mkfifo(p, 0o755))
+		}},
+		"file new": {"sub/new", "a file that should not be there", func(p string) error {
+			return os.WriteFile(p, nil, 0o600)
+		}},
+		"last file new": {"\xff\xff", "a file that should not be there", func(p string) error {
+			return os.WriteFile(p, nil, 0o600)
+		}},
+		"dotfile gone":   {".hidden", "missing, want a file", os.Remove},
+		"empty dir gone": {"sub/deep/empty", "missing, want a dir", os.Remove},
 		"link broken": {"sub/deep/link", `a file of its own, want a hard link to "a-first-name"`, func(p string) error {
 			return errors.Join(os.Rename(p, p+"2"), os.WriteFile(p, []byte("plain\n"), 0o644), os.Remove(p+"2"))
 		}},
@@ -70,7 +104,9 @@ func TestVerifySeesEverything(t *testing.T) {
 			must(t, c.do(filepath.Join(dir, c.path)))
 			diffs, err := Verify(t.Context(), dir, bytes.NewReader(tree), CompareOptions{})
 			must(t, err)
-			found := slices.ContainsFunc(diffs, func(d Difference) bool { return d.Path == c.path && strings.Contains(d.What, c.says) })
+			found := slices.ContainsFunc(diffs, func(d Difference) bool {
+				return d.Path == c.path && strings.Contains(d.What, c.says)
+			})
 			if !found {
 				t.Errorf("want %q: %s, got %v", c.path, c.says, diffs)
 			}
@@ -154,7 +190,8 @@ func TestCompare(t *testing.T) {
 	}
 	root := Entry{Path: ".", Type: TypeDir}
 	file := func(p, digest string) Entry { return Entry{Path: p, Type: TypeFile, Size: 1, Digest: digest} }
-	diffs, err := Compare(seq(root, file("a", "1"), file("b", "1")), seq(root, file("b", "1"), file("c", "1")), CompareOptions{})
+	diffs, err := Compare(seq(root, file("a", "1"), file("b", "1")),
+		seq(root, file("b", "1"), file("c", "1")), CompareOptions{})
 	must(t, err)
 	if len(diffs) != 2 || diffs[0].Path != "a" || diffs[1].Path != "c" {
 		t.Error(diffs)

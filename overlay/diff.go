@@ -323,7 +323,8 @@ func (d *diff) name(path, name string, up [2]*node, s [2]state, low *lowerDir) e
 func (d *diff) plain(path string, u *node) error {
 	for _, mark := range []string{"metacopy", "redirect"} {
 		if _, ok := u.Xattrs[d.prefix+mark]; ok {
-			return fmt.Errorf("%q has its content elsewhere in the layers (%s%s): %w", clip(path), d.prefix, mark, fault.ErrUnsupported)
+			return fmt.Errorf("%q has its content elsewhere in the layers (%s%s): %w", clip(path), d.prefix,
+				mark, fault.ErrUnsupported)
 		}
 	}
 	return nil
@@ -353,7 +354,8 @@ func (d *diff) compare(path string, old, now *node, stable bool) error {
 		if !same {
 			c.What = append(c.What, WhatContent)
 		}
-		if c.What = append(c.What, metadata(&old.Entry, &now.Entry, maps.Equal(d.visible(old.Xattrs), d.visible(now.Xattrs)))...); len(c.What) == 0 {
+		if c.What = append(c.What, metadata(&old.Entry, &now.Entry,
+			maps.Equal(d.visible(old.Xattrs), d.visible(now.Xattrs)))...); len(c.What) == 0 {
 			return nil
 		}
 		c.Kind = Modified
@@ -502,7 +504,8 @@ func (d *diff) equalFiles(a, b *node) (bool, error) {
 				return false, err
 			}
 			n := min(x.Len-at, copyBuf)
-			if err := errors.Join(readFull(fa, pa[:n], x.Off+at, a.Path), readFull(fb, pb[:n], x.Off+at, b.Path)); err != nil {
+			if err := errors.Join(readFull(fa, pa[:n], x.Off+at, a.Path),
+				readFull(fb, pb[:n], x.Off+at, b.Path)); err != nil {
 				return false, err
 			}
 			if !bytes.Equal(pa[:n], pb[:n]) {

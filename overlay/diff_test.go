@@ -145,7 +145,8 @@ func sameChanges(t tb, what string, want map[string]string, got []Change, record
 		if ok && g == w {
 			continue
 		}
-		if records && c.Kind == Modified && c.Old.Type == TypeFile && c.Old.Size == c.New.Size && !slices.Equal(c.Old.spans(), c.New.spans()) &&
+		if records && c.Kind == Modified && c.Old.Type == TypeFile && c.Old.Size == c.New.Size &&
+			!slices.Equal(c.Old.spans(), c.New.spans()) &&
 			strings.TrimSpace(strings.Replace(g, " content", "", 1)) == strings.TrimSpace(w) {
 			continue
 		}
@@ -200,7 +201,8 @@ var diffOperations = map[string]func(c *chaos) error{
 		_, err = f.ReadAt(b, at)
 		b[0]++
 		_, e2 := f.WriteAt(b, at)
-		return errors.Join(err, e2, f.Close(), unix.UtimesNanoAt(unix.AT_FDCWD, p, []unix.Timespec{st.Atim, st.Mtim}, 0))
+		return errors.Join(err, e2, f.Close(), unix.UtimesNanoAt(unix.AT_FDCWD, p,
+			[]unix.Timespec{st.Atim, st.Mtim}, 0))
 	},
 	"dir to file": func(c *chaos) error {
 		p := c.pick(isDir)
@@ -358,7 +360,8 @@ func TestDiffIsWhatOneSees(t *testing.T) {
 		}
 		live := Side{Dir: m.Upper}
 		sameChanges(rt, "then, now", want, changes(rt, then, live, opts), false)
-		sameChanges(rt, "then, now, paranoid", want, changes(rt, then, live, DiffOptions{Lower: m.Lower, Paranoid: true}), false)
+		sameChanges(rt, "then, now, paranoid", want, changes(rt, then, live,
+			DiffOptions{Lower: m.Lower, Paranoid: true}), false)
 		sameChanges(rt, "now, then", expected(after, before), changes(rt, live, then, opts), false)
 		sameChanges(rt, "two trees", want, changes(rt, then, now, opts), true)
 		sameChanges(rt, "now, now", nil, changes(rt, now, live, opts), false)
@@ -370,7 +373,8 @@ func TestDiffIsWhatOneSees(t *testing.T) {
 			return seen
 		}
 		sameChanges(rt, "image, now", expected(image, noRoot(after)), rootless(changes(rt, Side{}, live, opts)), false)
-		sameChanges(rt, "image, then", expected(image, noRoot(before)), rootless(changes(rt, Side{}, then, opts)), false)
+		sameChanges(rt, "image, then", expected(image, noRoot(before)),
+			rootless(changes(rt, Side{}, then, opts)), false)
 		sameChanges(rt, "now, image", expected(noRoot(after), image), rootless(changes(rt, live, Side{}, opts)), false)
 		pairs, err := FindRenames(t.Context(), changes(rt, then, live, opts))
 		must(t, err)
@@ -401,7 +405,8 @@ func TestDiffIsWhatOneSees(t *testing.T) {
 	if t.Failed() {
 		return
 	}
-	t.Logf("%d rounds, %d whiteouts, %d opaque directories, changes %v, operations %v", rounds, whiteouts, opaque, kinds, done)
+	t.Logf("%d rounds, %d whiteouts, %d opaque directories, changes %v, operations %v", rounds,
+		whiteouts, opaque, kinds, done)
 	if rounds < 50 {
 		return // asked for fewer checks than it takes to see everything
 	}
@@ -480,7 +485,9 @@ func TestDiffReadsWhatItMust(t *testing.T) {
 		"nobody knows":  {time.Time{}, Side{Dir: dir}, DiffOptions{}, 2},
 		"in the layers": {later, Side{}, DiffOptions{Lower: []string{dir}}, 2},
 	} {
-		then := Side{Taken: c.taken, Tree: func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(tree)), nil }}
+		then := Side{Taken: c.taken, Tree: func() (io.ReadCloser, error) {
+			return io.NopCloser(bytes.NewReader(tree)), nil
+		}}
 		if got := changes(t, then, c.now, c.opts); len(got) != c.want {
 			t.Errorf("%s: %v, want %d", name, got, c.want)
 		}
@@ -504,7 +511,10 @@ func BenchmarkDiff(b *testing.B) {
 		b.Run(name, func(b *testing.B) {
 			for b.Loop() {
 				n := 0
-				must(b, Diff(b.Context(), a, Side{Dir: upper}, DiffOptions{Lower: []string{lower}}, func(Change) error { n++; return nil }))
+				must(b, Diff(b.Context(), a, Side{Dir: upper}, DiffOptions{Lower: []string{lower}}, func(Change) error {
+					n++
+					return nil
+				}))
 				if n != 10 && name != "image" {
 					b.Fatal(n)
 				}

@@ -26,30 +26,47 @@ func TestDiff(t *testing.T) {
 		do   func(root string) error
 		want string
 	}{
-		"nothing":             {func(string) error { return nil }, ""},
-		"new file":            {func(r string) error { return write(r+"/etc/new", "x") }, "A etc/new"},
-		"new directories":     {func(r string) error { return write(r+"/a/b/c", "x") }, "A a, A a/b, A a/b/c"},
-		"file gone":           {func(r string) error { return os.Remove(r + "/etc/conf") }, "D etc/conf"},
-		"directory gone":      {func(r string) error { return os.RemoveAll(r + "/etc") }, "D etc, D etc/conf, D etc/link, D etc/sub, D etc/sub/deep"},
-		"content":             {func(r string) error { return write(r+"/etc/conf", "other") }, "M etc/conf content mtime"},
-		"same bytes":          {func(r string) error { return write(r+"/etc/conf", "conf") }, "M etc/conf mtime"},
-		"mode":                {func(r string) error { return os.Chmod(r+"/etc/conf", 0o600) }, "M etc/conf mode"},
-		"mode there and back": {func(r string) error { return errors.Join(os.Chmod(r+"/etc", 0), os.Chmod(r+"/etc", 0o755)) }, ""},
-		"owner of a dir":      {func(r string) error { return os.Chown(r+"/etc", 7, 0) }, "M etc owner"},
-		"attribute":           {func(r string) error { return unix.Setxattr(r+"/etc/conf", "user.x", []byte("y"), 0) }, "M etc/conf xattrs"},
-		"its own marks": {func(r string) error { return unix.Setxattr(r+"/etc/conf", "trusted.overlay.opaque", []byte("y"), 0) },
+		"nothing":         {func(string) error { return nil }, ""},
+		"new file":        {func(r string) error { return write(r+"/etc/new", "x") }, "A etc/new"},
+		"new directories": {func(r string) error { return write(r+"/a/b/c", "x") }, "A a, A a/b, A a/b/c"},
+		"file gone":       {func(r string) error { return os.Remove(r + "/etc/conf") }, "D etc/conf"},
+		"directory gone": {func(r string) error {
+			return os.RemoveAll(r + "/etc")
+		}, "D etc, D etc/conf, D etc/link, D etc/sub, D etc/sub/deep"},
+		"content": {func(r string) error {
+			return write(r+"/etc/conf", "other")
+		}, "M etc/conf content mtime"},
+		"same bytes": {func(r string) error { return write(r+"/etc/conf", "conf") }, "M etc/conf mtime"},
+		"mode":       {func(r string) error { return os.Chmod(r+"/etc/conf", 0o600) }, "M etc/conf mode"},
+		"mode there and back": {func(r string) error {
+			return errors.Join(os.Chmod(r+"/etc", 0), os.Chmod(r+"/etc", 0o755))
+		}, ""},
+		"owner of a dir": {func(r string) error { return os.Chown(r+"/etc", 7, 0) }, "M etc owner"},
+		"attribute": {func(r string) error {
+			return unix.Setxattr(r+"/etc/conf", "user.x", []byte("y"), 0)
+		}, "M etc/conf xattrs"},
+		"its own marks": {func(r string) error {
+			return unix.Setxattr(r+"/etc/conf", "trusted.overlay.opaque", []byte("y"), 0)
+		},
 			"M etc/conf xattrs"}, // it is visible to the process that set it
 		"symlink elsewhere": {func(r string) error {
-			return errors.Join(os.Remove(r+"/etc/link"), os.Symlink("/nowhere", r+"/etc/link"), touch(r+"/etc/link", 7, 7))
+			return errors.Join(os.Remove(r+"/etc/link"), os.Symlink("/nowhere", r+"/etc/link"),
+				touch(r+"/etc/link", 7, 7))
 		}, "M etc/link target"},
 		"file to symlink": {func(r string) error {
 			return errors.Join(os.Remove(r+"/etc/conf"), os.Symlink("/etc/shadow", r+"/etc/conf"))
 		}, "T etc/conf"},
-		"directory to file": {func(r string) error { return errors.Join(os.RemoveAll(r+"/etc/sub"), write(r+"/etc/sub", "x")) },
+		"directory to file": {func(r string) error {
+			return errors.Join(os.RemoveAll(r+"/etc/sub"), write(r+"/etc/sub", "x"))
+		},
 			"T etc/sub, D etc/sub/deep"},
-		"file to directory": {func(r string) error { return errors.Join(os.Remove(r+"/etc/conf"), write(r+"/etc/conf/in", "x")) },
+		"file to directory": {func(r string) error {
+			return errors.Join(os.Remove(r+"/etc/conf"), write(r+"/etc/conf/in", "x"))
+		},
 			"T etc/conf, A etc/conf/in"},
-		"opaque": {func(r string) error { return errors.Join(os.RemoveAll(r+"/etc/sub"), write(r+"/etc/sub/new", "x")) },
+		"opaque": {func(r string) error {
+			return errors.Join(os.RemoveAll(r+"/etc/sub"), write(r+"/etc/sub/new", "x"))
+		},
 			"A etc/sub/new, D etc/sub/deep"},
 		"made again": {func(r string) error {
 			return errors.Join(os.RemoveAll(r+"/etc"), write(r+"/etc/conf", "conf"), touch(r+"/etc/conf", 7, 7))
@@ -66,23 +83,33 @@ func TestDiff(t *testing.T) {
 		"two of one content": {func(r string) error {
 			return errors.Join(write(r+"/x", "conf"), write(r+"/y", "conf"), os.Remove(r+"/etc/conf"))
 		}, "D etc/conf, A x, A y"},
-		"empty files are no evidence": {func(r string) error { return errors.Join(os.Remove(r+"/empty"), write(r+"/void", "")) }, "D empty, A void"},
-		"a device":                    {func(r string) error { return unix.Mknod(r+"/dev", unix.S_IFCHR|0o600, int(unix.Mkdev(3001, 1))) }, "A dev"},
+		"empty files are no evidence": {func(r string) error {
+			return errors.Join(os.Remove(r+"/empty"), write(r+"/void", ""))
+		}, "D empty, A void"},
+		"a device": {func(r string) error {
+			return unix.Mknod(r+"/dev", unix.S_IFCHR|0o600, int(unix.Mkdev(3001, 1)))
+		}, "A dev"},
 		"a socket and a fifo": {func(r string) error {
 			return errors.Join(unix.Mknod(r+"/s", unix.S_IFSOCK|0o600, 0), unix.Mkfifo(r+"/f", 0o600))
 		}, "A f, A s"},
-		"sparse": {func(r string) error { return errors.Join(write(r+"/hole", ""), os.Truncate(r+"/hole", 1<<40)) }, "A hole"},
+		"sparse": {func(r string) error {
+			return errors.Join(write(r+"/hole", ""), os.Truncate(r+"/hole", 1<<40))
+		}, "A hole"},
 	}
 	base := noDevices(t)
 	for name, c := range cases {
 		t.Run(name, func(t *testing.T) {
 			dir, err := os.MkdirTemp(base, "")
 			must(t, err)
-			m := Mount{Target: dir + "/merged", Upper: dir + "/upper", Work: dir + "/work", Lower: []string{dir + "/top", dir + "/bottom"}}
+			m := Mount{
+				Target: dir + "/merged", Upper: dir + "/upper", Work: dir + "/work",
+				Lower: []string{dir + "/top", dir + "/bottom"},
+			}
 			for _, d := range append([]string{m.Target, m.Upper, m.Work}, m.Lower...) {
 				must(t, os.Mkdir(d, 0o755))
 			}
-			must(t, errors.Join(write(m.Lower[1]+"/etc/conf", "hidden"), write(m.Lower[0]+"/etc/conf", "conf"), write(m.Lower[1]+"/etc/sub/deep", "deep"),
+			must(t, errors.Join(write(m.Lower[1]+"/etc/conf", "hidden"), write(m.Lower[0]+"/etc/conf", "conf"),
+				write(m.Lower[1]+"/etc/sub/deep", "deep"),
 				os.Symlink("../target", m.Lower[1]+"/etc/link"), write(m.Lower[1]+"/empty", ""),
 				touch(m.Lower[0]+"/etc/conf", 7, 7), touch(m.Lower[1]+"/etc/link", 7, 7)))
 			must(t, m.Mount())
@@ -145,7 +172,10 @@ func TestDiffOtherMarks(t *testing.T) {
 	write := func(p string) { must(t, errors.Join(os.MkdirAll(filepath.Dir(p), 0o755), os.WriteFile(p, nil, 0o644))) }
 	for _, prefix := range []string{"trusted.overlay.", "user.overlay."} {
 		dir := noDevices(t)
-		m := Mount{Target: dir + "/merged", Upper: dir + "/upper", Work: dir + "/work", Lower: []string{dir + "/top", dir + "/bottom"}}
+		m := Mount{
+			Target: dir + "/merged", Upper: dir + "/upper", Work: dir + "/work",
+			Lower: []string{dir + "/top", dir + "/bottom"},
+		}
 		must(t, errors.Join(os.Mkdir(m.Target, 0o755), os.Mkdir(m.Upper, 0o755), os.Mkdir(m.Work, 0o755)))
 		for _, f := range []string{"x/gone", "x/stays", "y/hidden", "z/hidden"} {
 			write(m.Lower[1] + "/" + f)
@@ -212,12 +242,14 @@ func TestDiffRefuses(t *testing.T) {
 	}
 	const root = `{"path":".","type":"dir","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n"
 	for name, s := range map[string]string{
-		"empty":        "",
-		"no root":      `{"path":"a","type":"dir","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n",
-		"cut":          root[:40],
-		"dangling":     root + `{"path":"b","type":"file","hardlink":"a"}` + "\n",
-		"link to dir":  root + `{"path":"a","type":"dir","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n" + `{"path":"b","type":"file","hardlink":"a"}` + "\n",
-		"link to link": root + `{"path":"a","type":"fifo","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n" + `{"path":"b","type":"fifo","hardlink":"a"}` + "\n" + `{"path":"c","type":"fifo","hardlink":"b"}` + "\n",
+		"empty":    "",
+		"no root":  `{"path":"a","type":"dir","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n",
+		"cut":      root[:40],
+		"dangling": root + `{"path":"b","type":"file","hardlink":"a"}` + "\n",
+		"link to dir": root + `{"path":"a","type":"dir","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n" +
+			`{"path":"b","type":"file","hardlink":"a"}` + "\n",
+		"link to link": root + `{"path":"a","type":"fifo","mode":"0755","uid":0,"gid":0,"mtime":[0,0]}` + "\n" +
+			`{"path":"b","type":"fifo","hardlink":"a"}` + "\n" + `{"path":"c","type":"fifo","hardlink":"b"}` + "\n",
 	} {
 		if err := run(tree(s), live, DiffOptions{}); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("tree %s: %v", name, err)
@@ -237,7 +269,9 @@ func TestDiffRefuses(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := Diff(ctx, tree(root), live, DiffOptions{}, func(Change) error { return nil }); !errors.Is(err, context.Canceled) {
+	if err := Diff(ctx, tree(root), live, DiffOptions{}, func(Change) error {
+		return nil
+	}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
 	failing := Side{Tree: func() (io.ReadCloser, error) { return closer{bytes.NewReader([]byte(root)), own}, nil }}
@@ -245,7 +279,8 @@ func TestDiffRefuses(t *testing.T) {
 		t.Errorf("a tree that proves wrong at its end: %v", err)
 	}
 	must(t, unix.Setxattr(upper+"/d", "trusted.overlay.redirect", []byte("/elsewhere"), 0))
-	if err := run(Side{}, live, DiffOptions{Lower: []string{dir}}); !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(err.Error(), `"d"`) {
+	if err := run(Side{}, live, DiffOptions{Lower: []string{dir}}); !errors.Is(err, fault.ErrUnsupported) ||
+		!strings.Contains(err.Error(), `"d"`) {
 		t.Errorf("a redirect: %v", err)
 	}
 }
@@ -261,10 +296,12 @@ func (c closer) Close() error { return c.err }
 func TestDiffStaysInside(t *testing.T) {
 	dir := noDevices(t)
 	upper, outside := dir+"/upper", dir+"/outside"
-	must(t, errors.Join(os.MkdirAll(upper+"/d", 0o755), os.Mkdir(outside, 0o755), os.WriteFile(outside+"/secret", []byte("secret"), 0o600)))
+	must(t, errors.Join(os.MkdirAll(upper+"/d", 0o755), os.Mkdir(outside, 0o755),
+		os.WriteFile(outside+"/secret", []byte("secret"), 0o600)))
 	must(t, os.WriteFile(upper+"/d/secret", []byte("secret"), 0o600))
 	then := fullTree(t, upper)
-	must(t, errors.Join(os.RemoveAll(upper+"/d"), os.Symlink(outside, upper+"/d"), os.Symlink(outside+"/secret", upper+"/s")))
+	must(t, errors.Join(os.RemoveAll(upper+"/d"), os.Symlink(outside, upper+"/d"),
+		os.Symlink(outside+"/secret", upper+"/s")))
 	var got []string
 	for _, c := range changes(t, then, Side{Dir: upper}, DiffOptions{}) {
 		got = append(got, c.Path+" "+c.words())
@@ -289,7 +326,10 @@ func TestDiffDeep(t *testing.T) {
 	}
 	must(t, unix.Close(fd))
 	n := 0
-	err = Diff(t.Context(), Side{}, Side{Dir: dir}, DiffOptions{Lower: []string{t.TempDir()}}, func(Change) error { n++; return nil })
+	err = Diff(t.Context(), Side{}, Side{Dir: dir}, DiffOptions{Lower: []string{t.TempDir()}}, func(Change) error {
+		n++
+		return nil
+	})
 	if !errors.Is(err, fault.ErrUnsupported) || n < maxDepth-2 {
 		t.Errorf("%d levels: %v", n, err)
 	}

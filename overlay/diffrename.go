@@ -141,7 +141,10 @@ func digestBeneath(ctx context.Context, dir string, e *Entry) (string, error) {
 			return "", nil
 		}
 		h := blake3.New()
-		if err = inBuffers(n.Size, fileReader(ctx, fd, &n.Entry), func(p []byte) error { _, _ = h.Write(p); return nil }); err == nil {
+		if err = inBuffers(n.Size, fileReader(ctx, fd, &n.Entry), func(p []byte) error {
+			_, _ = h.Write(p)
+			return nil
+		}); err == nil {
 			return hasherDigest(h), nil
 		}
 	}

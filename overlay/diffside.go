@@ -282,7 +282,8 @@ func (u *treeSide) take() (*node, error) {
 	if e.Hardlink != "" && e.Type != TypeWhiteout {
 		first := u.links[e.Hardlink]
 		if first == nil || first.Type != e.Type || first.Hardlink != "" {
-			return nil, fmt.Errorf("read tree: %w: %q is a hard link to %q, which is not there", fault.ErrCorrupt, clip(e.Path), clip(e.Hardlink))
+			return nil, fmt.Errorf("read tree: %w: %q is a hard link to %q, which is not there", fault.ErrCorrupt,
+				clip(e.Path), clip(e.Hardlink))
 		}
 		path := e.Path
 		e = *first

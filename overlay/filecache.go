@@ -367,7 +367,8 @@ func (r *recordReader) next() error {
 		b = long.Bytes()
 	}
 	rec := cacheRecord(b)
-	if !validName(rec.name(), depth) || b[recordHead+name] != 0 || (len(rec.line()) == 0) != (rec.flags()&flagHole != 0) {
+	if !validName(rec.name(), depth) || b[recordHead+name] != 0 ||
+		(len(rec.line()) == 0) != (rec.flags()&flagHole != 0) {
 		return damaged("a record is named %q", clip(string(rec.name())))
 	}
 	r.cur, r.size, r.depth = rec, size, depth
@@ -482,7 +483,8 @@ func (r cacheRecord) entry() (Entry, error) {
 		depth = strings.Count(e.Path, "/") + 1
 	}
 	_, name := splitPath(e.Path)
-	if name != string(r.name()) || depth != r.depth() || e.data() != r.data() || (e.Hardlink != "") != (r.flags()&flagFurther != 0) {
+	if name != string(r.name()) || depth != r.depth() || e.data() != r.data() ||
+		(e.Hardlink != "") != (r.flags()&flagFurther != 0) {
 		return e, corrupt("record of %q holds %q", clip(string(r.name())), clip(e.Path))
 	}
 	return e, nil

@@ -48,7 +48,8 @@ func (m Mount) mapped() (err error) {
 	if m.Upper != "" {
 		// The two have to be on one mount.
 		if filepath.Dir(m.Upper) != filepath.Dir(m.Work) {
-			return fmt.Errorf("the upper directory %s and the work directory %s are not in one directory: %w", m.Upper, m.Work, fault.ErrUnsupported)
+			return fmt.Errorf("the upper directory %s and the work directory %s are not in one directory: %w", m.Upper,
+				m.Work, fault.ErrUnsupported)
 		}
 		top, err := clone(filepath.Dir(m.Upper))
 		if err != nil {
@@ -61,7 +62,8 @@ func (m Mount) mapped() (err error) {
 	if err := m.IDs.AsRoot(own.mount); err != nil {
 		return err
 	}
-	mnt, err := unix.OpenTree(unix.AT_FDCWD, m.Target, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
+	mnt, err := unix.OpenTree(unix.AT_FDCWD, m.Target,
+		unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW)
 	if err != nil {
 		return fmt.Errorf("clone the overlay: %w", err)
 	}
@@ -114,7 +116,8 @@ func mapTree(dir string, ns int, target string, flags uint) (int, error) {
 
 // mapped makes a clone of dir's mount, with mapped ids, that is nowhere yet.
 func mapped(dir string, ns int, flags uint) (fd int, err error) {
-	fd, err = unix.OpenTree(unix.AT_FDCWD, dir, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW|flags)
+	fd, err = unix.OpenTree(unix.AT_FDCWD, dir,
+		unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_SYMLINK_NOFOLLOW|flags)
 	if err != nil {
 		return -1, pathError("clone the mount of", dir, err)
 	}
@@ -125,7 +128,8 @@ func mapped(dir string, ns int, flags uint) (fd int, err error) {
 	}()
 	// Private, for under systemd all mounts are shared, and a clone is a peer of
 	// what it was made of: what is mounted on it would appear there, too.
-	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH|flags, &unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns), Propagation: unix.MS_PRIVATE})
+	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH|flags,
+		&unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(ns), Propagation: unix.MS_PRIVATE})
 	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOSYS) {
 		err = fmt.Errorf("%w: this kernel cannot map the ids of its filesystem", fault.ErrUnsupported)
 	}

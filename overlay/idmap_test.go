@@ -90,7 +90,9 @@ func TestMountMapped(t *testing.T) {
 	}
 	sh(0, "echo root > made; rm gone; chown 33:33 from0; echo more >> theirs; mkdir dir; chmod 777 dir")
 	sh(1000, "echo mine > dir/file; ! echo x >> made; ! rm made")
-	for name, want := range map[string][2]uint32{"made": {}, "theirs": {1000, 1001}, "from0": {33, 33}, "dir/file": {1000, 1000}} {
+	for name, want := range map[string][2]uint32{
+		"made": {}, "theirs": {1000, 1001}, "from0": {33, 33}, "dir/file": {1000, 1000},
+	} {
 		if got := owner(filepath.Join(m.Upper, name)); got != want {
 			t.Errorf("on disk %s belongs to %d, want %d", name, got, want)
 		}

@@ -109,7 +109,8 @@ func (e *Entry) fill(st *unix.Statx_t) error {
 		}
 		e.Major, e.Minor = st.Rdev_major, st.Rdev_minor
 	default:
-		return fmt.Errorf("%q has the unknown file type %#o: %w", clip(e.Path), st.Mode&unix.S_IFMT, fault.ErrUnsupported)
+		return fmt.Errorf("%q has the unknown file type %#o: %w", clip(e.Path),
+			st.Mode&unix.S_IFMT, fault.ErrUnsupported)
 	}
 	return nil
 }
@@ -142,7 +143,9 @@ func newScratch() *scratch {
 
 // read returns all attributes that the two calls show; they are the f or the l
 // variants bound to an inode. The buffers have the kernel's own largest sizes.
-func (b *scratch) read(path string, list func([]byte) (int, error), value func(string, []byte) (int, error)) (map[string]string, error) {
+func (b *scratch) read(
+	path string, list func([]byte) (int, error), value func(string, []byte) (int, error),
+) (map[string]string, error) {
 	var n int
 	err := retry(func() (err error) { n, err = list(b.list); return })
 	if err == unix.EOPNOTSUPP || n == 0 && err == nil {
@@ -224,7 +227,8 @@ func extents(fd int, size int64, path string) ([]Extent, error) {
 			list = append(list, Extent{start, end - start})
 		}
 		if len(list) > maxExtents {
-			return nil, fmt.Errorf("%q has more than %d pieces of data between holes: %w", clip(path), maxExtents, fault.ErrUnsupported)
+			return nil, fmt.Errorf("%q has more than %d pieces of data between holes: %w", clip(path),
+				maxExtents, fault.ErrUnsupported)
 		}
 		off = end
 	}

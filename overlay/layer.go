@@ -93,7 +93,8 @@ func (l *layerWriter) note(format string, args ...any) {
 func (l *layerWriter) entry(ctx context.Context, e Entry) error {
 	parent, name := splitPath(e.Path)
 	if strings.HasPrefix(name, layerWhiteout) {
-		return &fault.Error{Err: fmt.Errorf("%w: %q would mean a deletion in an image", fault.ErrUnsupported, clip(e.Path)), Hint: "Rename or delete it first."}
+		return &fault.Error{Err: fmt.Errorf("%w: %q would mean a deletion in an image", fault.ErrUnsupported,
+			clip(e.Path)), Hint: "Rename or delete it first."}
 	}
 	switch e.Type {
 	case TypeWhiteout:
@@ -126,7 +127,8 @@ func (l *layerWriter) entry(ctx context.Context, e Entry) error {
 func (l *layerWriter) link(e Entry) error {
 	first := l.first[e.Hardlink]
 	if first == nil {
-		return fmt.Errorf("write layer: %w: %q is a link to %q, which is not there", fault.ErrCorrupt, clip(e.Path), clip(e.Hardlink))
+		return fmt.Errorf("write layer: %w: %q is a link to %q, which is not there", fault.ErrCorrupt,
+			clip(e.Path), clip(e.Hardlink))
 	}
 	link := *first
 	link.Path, link.Hardlink = e.Path, e.Hardlink
@@ -148,14 +150,16 @@ func (l *layerWriter) attributes(e *Entry) (opaque bool, err error) {
 		case !ours:
 			continue
 		case mark == "redirect" || mark == "metacopy":
-			return false, fmt.Errorf("%w: %q is only half in the upperdir (%s): overlayfs was mounted with %s", fault.ErrUnsupported, clip(e.Path), name, mark)
+			return false, fmt.Errorf("%w: %q is only half in the upperdir (%s): overlayfs was mounted with %s",
+				fault.ErrUnsupported, clip(e.Path), name, mark)
 		case mark == "opaque":
 			opaque = value == "y"
 		}
 		delete(kept, name)
 	}
 	if size > maxLayerXattrs {
-		return false, fmt.Errorf("%w: %q has %d bytes of attributes, more than programs read that unpack images", fault.ErrUnsupported, clip(e.Path), size)
+		return false, fmt.Errorf("%w: %q has %d bytes of attributes, more than programs read that unpack images",
+			fault.ErrUnsupported, clip(e.Path), size)
 	}
 	if e.Xattrs = kept; len(kept) == 0 {
 		e.Xattrs = nil

@@ -51,18 +51,27 @@ func TestLayerMeansWhatIsSeen(t *testing.T) {
 		return errors.Join(os.MkdirAll(filepath.Dir(p), 0o755), os.WriteFile(p, []byte(data), 0o644))
 	}
 	l := m.Lower[0]
-	must(t, errors.Join(write(l+"/gone", "x"), write(l+"/dir/gone", "x"), write(l+"/dir/stays", "x"), write(l+"/again/old", "x"), write(l+"/tofile/in", "x"),
-		write(l+"/todir", "x"), write(l+"/mode", "x"), os.Symlink("nowhere", l+"/link"), write(l+"/deep/a/b/c", "x"), write(l+"/one", "linked"), os.Link(l+"/one", l+"/two")))
+	must(t, errors.Join(write(l+"/gone", "x"), write(l+"/dir/gone", "x"), write(l+"/dir/stays", "x"),
+		write(l+"/again/old", "x"), write(l+"/tofile/in", "x"),
+		write(l+"/todir", "x"), write(l+"/mode", "x"), os.Symlink("nowhere", l+"/link"), write(l+"/deep/a/b/c", "x"),
+		write(l+"/one", "linked"), os.Link(l+"/one", l+"/two")))
 	must(t, m.Mount())
 	defer func() { must(t, Unmount(m.Target, UnmountOptions{})) }()
 	r := m.Target
 	long := strings.Repeat("n", 120)
-	must(t, errors.Join(os.Remove(r+"/gone"), os.Remove(r+"/dir/gone"), os.RemoveAll(r+"/again"), write(r+"/again/new", "y"), os.RemoveAll(r+"/tofile"), write(r+"/tofile", "y"),
-		os.Remove(r+"/todir"), write(r+"/todir/in", "y"), os.Chmod(r+"/mode", 0o4711), os.Lchown(r+"/mode", 7, 70000), os.Chmod(r+"/mode", 0o4711),
-		write(r+"/a\nb", ""), write(r+"/"+long+"/"+long, "long"), os.Symlink(strings.Repeat("../", 50)+"x", r+"/far"), unix.Mkfifo(r+"/fifo", 0o600),
-		unix.Setxattr(r+"/dir", "user.x", []byte("a\x00b"), 0), unix.Setxattr(r+"/mode", "security.capability", []byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0),
-		write(r+"/same", "linked"), os.Link(r+"/same", r+"/zame"), os.Chown(r+"/same", 3, 4), os.Chmod(r+"/same", 0o640),
-		write(r+"/hole", "begin"), os.Truncate(r+"/hole", 3<<20), write(r+"/.hidden/.git", "z"), unix.Mknod(r+"/sock", unix.S_IFSOCK|0o600, 0),
+	must(t, errors.Join(os.Remove(r+"/gone"), os.Remove(r+"/dir/gone"), os.RemoveAll(r+"/again"),
+		write(r+"/again/new", "y"), os.RemoveAll(r+"/tofile"), write(r+"/tofile", "y"),
+		os.Remove(r+"/todir"), write(r+"/todir/in", "y"), os.Chmod(r+"/mode", 0o4711), os.Lchown(r+"/mode", 7, 70000),
+		os.Chmod(r+"/mode", 0o4711),
+		write(r+"/a\nb", ""), write(r+"/"+long+"/"+long, "long"), os.Symlink(strings.Repeat("../", 50)+"x", r+"/far"),
+		unix.Mkfifo(r+"/fifo", 0o600),
+		unix.Setxattr(r+"/dir", "user.x", []byte("a\x00b"), 0),
+		unix.Setxattr(r+"/mode", "security.capability",
+			[]byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0),
+		write(r+"/same", "linked"), os.Link(r+"/same", r+"/zame"), os.Chown(r+"/same", 3, 4),
+		os.Chmod(r+"/same", 0o640),
+		write(r+"/hole", "begin"), os.Truncate(r+"/hole", 3<<20), write(r+"/.hidden/.git", "z"),
+		unix.Mknod(r+"/sock", unix.S_IFSOCK|0o600, 0),
 		os.RemoveAll(r+"/deep/a"), os.Chmod(r, 0o751)))
 	f, err := os.OpenFile(r+"/hole", os.O_WRONLY, 0)
 	must(t, err)
@@ -81,7 +90,9 @@ func TestLayerMeansWhatIsSeen(t *testing.T) {
 	}
 	img := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
 	for _, b := range [][]byte{below, above} {
-		layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(b)), nil }, tarball.WithMediaType(types.OCILayer))
+		layer, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) {
+			return io.NopCloser(bytes.NewReader(b)), nil
+		}, tarball.WithMediaType(types.OCILayer))
 		must(t, err)
 		img, err = mutate.AppendLayers(img, layer)
 		must(t, err)
@@ -89,7 +100,8 @@ func TestLayerMeansWhatIsSeen(t *testing.T) {
 	oci, err := layout.Write(base+"/oci", empty.Index)
 	must(t, err)
 	must(t, oci.AppendImage(img, layout.WithAnnotations(map[string]string{"org.opencontainers.image.ref.name": "x"})))
-	if out, err := exec.Command("umoci", "raw", "unpack", "--image", base+"/oci:x", base+"/rootfs").CombinedOutput(); err != nil {
+	if out, err := exec.Command("umoci", "raw", "unpack", "--image", base+"/oci:x",
+		base+"/rootfs").CombinedOutput(); err != nil {
 		t.Fatalf("umoci: %v\n%s", err, out)
 	}
 	want, have := described(t, r), described(t, base+"/rootfs")
@@ -129,8 +141,10 @@ func described(t testing.TB, dir string) string {
 // against archive/tar.
 func TestLayerForms(t *testing.T) {
 	dir := t.TempDir()
-	must(t, errors.Join(os.Mkdir(dir+"/d", 0o755), unix.Setxattr(dir+"/d", "trusted.overlay.opaque", []byte("y"), 0), unix.Setxattr(dir+"/d", "trusted.overlay.impure", []byte("y"), 0),
-		unix.Mknod(dir+"/d/w", unix.S_IFCHR, 0), os.Link(dir+"/d/w", dir+"/d/x"), os.WriteFile(dir+"/f", []byte("1"), 0o600), os.Chown(dir+"/f", 5, 6), os.Link(dir+"/f", dir+"/g"),
+	must(t, errors.Join(os.Mkdir(dir+"/d", 0o755), unix.Setxattr(dir+"/d", "trusted.overlay.opaque", []byte("y"), 0),
+		unix.Setxattr(dir+"/d", "trusted.overlay.impure", []byte("y"), 0),
+		unix.Mknod(dir+"/d/w", unix.S_IFCHR, 0), os.Link(dir+"/d/w", dir+"/d/x"),
+		os.WriteFile(dir+"/f", []byte("1"), 0o600), os.Chown(dir+"/f", 5, 6), os.Link(dir+"/f", dir+"/g"),
 		unix.Setxattr(dir+"/f", "user.a=b", []byte("c"), 0)))
 	b, got := layerOf(t, dir)
 	var list []string
@@ -140,7 +154,8 @@ func TestLayerForms(t *testing.T) {
 			break
 		}
 		must(t, err)
-		list = append(list, fmt.Sprintf("%s %c %o %d:%d %d %d", h.Name, h.Typeflag, h.Mode, h.Uid, h.Gid, h.Size, len(h.PAXRecords)))
+		list = append(list, fmt.Sprintf("%s %c %o %d:%d %d %d", h.Name, h.Typeflag, h.Mode, h.Uid, h.Gid,
+			h.Size, len(h.PAXRecords)))
 	}
 	want := "./ 5 755 0:0 0 1, d/ 5 755 0:0 0 1, d/.wh..wh..opq 0 0 0:0 0 0, d/.wh.w 0 0 0:0 0 0, d/.wh.x 0 0 0:0 0 0, f 0 600 5:6 1 1, g 1 600 5:6 0 1"
 	if s := strings.Join(list, ", "); s != want {
@@ -155,7 +170,9 @@ func TestLayerRefuses(t *testing.T) {
 	for name, do := range map[string]func(dir string) error{
 		"a file that would be a deletion": func(dir string) error { return os.WriteFile(dir+"/.wh.x", nil, 0o600) },
 		"a directory so named":            func(dir string) error { return os.Mkdir(dir+"/.wh..wh..opq", 0o700) },
-		"a redirect":                      func(dir string) error { return unix.Setxattr(dir, "trusted.overlay.redirect", []byte("/x"), 0) },
+		"a redirect": func(dir string) error {
+			return unix.Setxattr(dir, "trusted.overlay.redirect", []byte("/x"), 0)
+		},
 		"too many zeros": func(dir string) error {
 			return errors.Join(os.WriteFile(dir+"/h", nil, 0o600), os.Truncate(dir+"/h", maxLayerHoles+1))
 		},

@@ -112,10 +112,12 @@ func (m Mount) checkWork() error {
 		}
 	}
 	if strings.HasPrefix(paths[0]+"/", paths[1]+"/") || strings.HasPrefix(paths[1]+"/", paths[0]+"/") {
-		return fmt.Errorf("the upper directory %s and the work directory %s must not contain each other: %w", m.Upper, m.Work, fault.ErrInvalid)
+		return fmt.Errorf("the upper directory %s and the work directory %s must not contain each other: %w", m.Upper,
+			m.Work, fault.ErrInvalid)
 	}
 	if st[0].Dev_major != st[1].Dev_major || st[0].Dev_minor != st[1].Dev_minor || st[0].Mnt_id != st[1].Mnt_id {
-		return fmt.Errorf("the upper directory %s and the work directory %s must be on one mount: %w", m.Upper, m.Work, fault.ErrInvalid)
+		return fmt.Errorf("the upper directory %s and the work directory %s must be on one mount: %w", m.Upper,
+			m.Work, fault.ErrInvalid)
 	}
 	return nil
 }

@@ -41,7 +41,9 @@ func mounted(t testing.TB, m Mount, mount func() error) {
 // TestMount mounts with both system calls and paths of many kinds.
 func TestMount(t *testing.T) {
 	long := strings.Repeat(strings.Repeat("l", 200)+"/", 5) + "end"
-	for below, lowers := range map[string]int{"plain": 1, "two": 2, "co:lon,comma\\back slash": 3, "new\nline \xff": 2, long: 3, "many": 128} {
+	for below, lowers := range map[string]int{
+		"plain": 1, "two": 2, "co:lon,comma\\back slash": 3, "new\nline \xff": 2, long: 3, "many": 128,
+	} {
 		for _, how := range []string{"fsopen", "mount(2)"} {
 			t.Run(fmt.Sprintf("%s %.20q %d", how, below, lowers), func(t *testing.T) {
 				m := layers(t, below, lowers)
@@ -140,16 +142,19 @@ func TestMountRefuses(t *testing.T) {
 		want   error
 		says   string
 	}{
-		"no layer":            {func(m *Mount) { m.Lower = nil }, fault.ErrInvalid, "lower"},
-		"no work":             {func(m *Mount) { m.Work = "" }, fault.ErrInvalid, "work"},
-		"no upper":            {func(m *Mount) { m.Upper = "" }, fault.ErrInvalid, "upper"},
-		"missing layer":       {func(m *Mount) { m.Lower[0] += "x" }, fault.ErrNotFound, "lower0x"},
-		"missing target":      {func(m *Mount) { m.Target += "x" }, fault.ErrNotFound, "mergedx"},
-		"layer is a file":     {func(m *Mount) { m.Lower[0] += "/top" }, fault.ErrInvalid, "not a directory"},
-		"work is upper":       {func(m *Mount) { m.Work = m.Upper }, fault.ErrInvalid, "contain each other"},
-		"work is in upper":    {func(m *Mount) { m.Upper = filepath.Dir(m.Work) }, fault.ErrInvalid, "contain each other"},
-		"work is elsewhere":   {func(m *Mount) { m.Work = "/proc/fs" }, fault.ErrInvalid, "one mount"},
-		"upper cannot be one": {func(m *Mount) { m.Upper = "/proc/sys"; m.Work = "/proc/fs" }, unix.EINVAL, "upper"}, // the kernel's words
+		"no layer":        {func(m *Mount) { m.Lower = nil }, fault.ErrInvalid, "lower"},
+		"no work":         {func(m *Mount) { m.Work = "" }, fault.ErrInvalid, "work"},
+		"no upper":        {func(m *Mount) { m.Upper = "" }, fault.ErrInvalid, "upper"},
+		"missing layer":   {func(m *Mount) { m.Lower[0] += "x" }, fault.ErrNotFound, "lower0x"},
+		"missing target":  {func(m *Mount) { m.Target += "x" }, fault.ErrNotFound, "mergedx"},
+		"layer is a file": {func(m *Mount) { m.Lower[0] += "/top" }, fault.ErrInvalid, "not a directory"},
+		"work is upper":   {func(m *Mount) { m.Work = m.Upper }, fault.ErrInvalid, "contain each other"},
+		"work is in upper": {func(m *Mount) {
+			m.Upper = filepath.Dir(m.Work)
+		}, fault.ErrInvalid, "contain each other"},
+		"work is elsewhere": {func(m *Mount) { m.Work = "/proc/fs" }, fault.ErrInvalid, "one mount"},
+		// the kernel's words
+		"upper cannot be one": {func(m *Mount) { m.Upper = "/proc/sys"; m.Work = "/proc/fs" }, unix.EINVAL, "upper"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := layers(t, "x", 1)

@@ -64,7 +64,8 @@ func projectQuota(fd int) error {
 		}
 		return nil
 	case err == nil && state.flags&counted != 0:
-		return fmt.Errorf("%w: its filesystem counts projects, but is not mounted with the option prjquota", fault.ErrUnsupported)
+		return fmt.Errorf("%w: its filesystem counts projects, but is not mounted with the option prjquota",
+			fault.ErrUnsupported)
 	case err == nil:
 		return fmt.Errorf("%w: its filesystem is not mounted with the option prjquota", fault.ErrUnsupported)
 	default:
@@ -128,7 +129,9 @@ func ProjectOf(dir string) (p Project, ours bool, err error) {
 		if errors.Is(err, unix.ENOENT) { // nothing is written yet
 			err = nil
 		}
-		p = Project{Used: int64(q.space), Limit: int64(q.hard) << 10, Files: int64(q.files), MaxFiles: int64(q.hardFiles)}
+		p = Project{
+			Used: int64(q.space), Limit: int64(q.hard) << 10, Files: int64(q.files), MaxFiles: int64(q.hardFiles),
+		}
 		ours = true
 		return err
 	})
@@ -162,7 +165,8 @@ func ownProject(dir string, do func(fd int, id uint32) error) error {
 	}
 	defer unix.Close(fd)
 	attr, err := readAttr(fd)
-	if err != nil || attr.flags&inherit == 0 || attr.project < firstProject || attr.project-firstProject >= projects || projectQuota(fd) != nil {
+	if err != nil || attr.flags&inherit == 0 || attr.project < firstProject || attr.project-firstProject >= projects ||
+		projectQuota(fd) != nil {
 		return nil // filesystems without projects say so in many ways
 	}
 	if err := do(fd, attr.project); err != nil {
@@ -225,7 +229,8 @@ const (
 
 func quotactl(fd, cmd, id int, arg unsafe.Pointer) error {
 	const project = 2 // PRJQUOTA
-	if _, _, e := unix.Syscall6(unix.SYS_QUOTACTL_FD, uintptr(fd), uintptr(cmd<<8|project), uintptr(id), uintptr(arg), 0, 0); e != 0 {
+	if _, _, e := unix.Syscall6(unix.SYS_QUOTACTL_FD, uintptr(fd), uintptr(cmd<<8|project), uintptr(id),
+		uintptr(arg), 0, 0); e != 0 {
 		return e
 	}
 	return nil

@@ -66,7 +66,8 @@ func TestManyNames(t *testing.T) {
 	dir, err := unix.Open(src, unix.O_DIRECTORY, 0)
 	must(t, err)
 	for _, i := range rand.New(rand.NewPCG(1, 2)).Perm(names) {
-		fd, err := unix.Openat(dir, fmt.Sprintf("a-name-of-common-length-%d", i), unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY, 0o644)
+		fd, err := unix.Openat(dir, fmt.Sprintf("a-name-of-common-length-%d", i),
+			unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY, 0o644)
 		must(t, err)
 		must(t, unix.Close(fd))
 	}

@@ -78,16 +78,17 @@ func TestReadTreeRefuses(t *testing.T) {
 		"type":                 rootLine + strings.Replace(file, `"file"`, `"door"`, 1),
 		"dir with size":        rootLine + strings.Replace(file, `"file"`, `"dir"`, 1),
 		"digest":               rootLine + strings.Replace(file, `"size":0`, `"size":0,"digest":"blake3:00"`, 1),
-		"digest upper case":    rootLine + strings.Replace(file, `"size":0`, `"size":0,"digest":"`+strings.ToUpper(someHash)+`"`, 1),
-		"extents beyond":       rootLine + strings.Replace(file, `"size":0`, `"size":5,"extents":[[4,2]]`, 1),
-		"extents null":         rootLine + strings.Replace(file, `"size":0`, `"size":0,"extents":null`, 1),
-		"hard link forward":    rootLine + `{"path":"a","type":"file","hardlink":"b"}` + "\n",
-		"hard link with mode":  rootLine + file + `{"path":"b","type":"file","hardlink":"a","mode":"0644"}` + "\n",
-		"not JSON":             rootLine + "hello\n",
-		"array":                rootLine + "[]\n",
-		"two on a line":        rootLine + strings.TrimSuffix(file, "\n") + file,
-		"null":                 "null\n",
-		"nested":               strings.Repeat("[", 1<<20) + "\n",
+		"digest upper case": rootLine + strings.Replace(file, `"size":0`,
+			`"size":0,"digest":"`+strings.ToUpper(someHash)+`"`, 1),
+		"extents beyond":      rootLine + strings.Replace(file, `"size":0`, `"size":5,"extents":[[4,2]]`, 1),
+		"extents null":        rootLine + strings.Replace(file, `"size":0`, `"size":0,"extents":null`, 1),
+		"hard link forward":   rootLine + `{"path":"a","type":"file","hardlink":"b"}` + "\n",
+		"hard link with mode": rootLine + file + `{"path":"b","type":"file","hardlink":"a","mode":"0644"}` + "\n",
+		"not JSON":            rootLine + "hello\n",
+		"array":               rootLine + "[]\n",
+		"two on a line":       rootLine + strings.TrimSuffix(file, "\n") + file,
+		"null":                "null\n",
+		"nested":              strings.Repeat("[", 1<<20) + "\n",
 	} {
 		err := ReadTree(strings.NewReader(s), func(Entry) error { return nil })
 		if !errors.Is(err, fault.ErrCorrupt) {
@@ -118,7 +119,9 @@ func TestReadTreeBoundsLines(t *testing.T) {
 		t.Errorf("read %d bytes of one line: %v", r.n, err)
 	}
 	broken := errors.New("broken")
-	err = ReadTree(io.MultiReader(strings.NewReader(rootLine), iotest.ErrReader(broken)), func(Entry) error { return nil })
+	err = ReadTree(io.MultiReader(strings.NewReader(rootLine), iotest.ErrReader(broken)), func(Entry) error {
+		return nil
+	})
 	if !errors.Is(err, broken) || errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("a read error came back as %v", err)
 	}
@@ -143,8 +146,10 @@ func genEntry() *rapid.Generator[Entry] {
 	})
 	return rapid.Custom(func(t *rapid.T) Entry {
 		e := Entry{
-			Path:  name.Draw(t, "path"),
-			Type:  rapid.SampledFrom([]Type{TypeDir, TypeFile, TypeSymlink, TypeFifo, TypeSocket, TypeChar, TypeBlock, TypeWhiteout}).Draw(t, "type"),
+			Path: name.Draw(t, "path"),
+			Type: rapid.SampledFrom([]Type{
+				TypeDir, TypeFile, TypeSymlink, TypeFifo, TypeSocket, TypeChar, TypeBlock, TypeWhiteout,
+			}).Draw(t, "type"),
 			Mode:  rapid.Uint32Range(0, 0o7777).Draw(t, "mode"),
 			UID:   rapid.Uint32Range(0, maxID).Draw(t, "uid"),
 			GID:   rapid.Uint32Range(0, maxID).Draw(t, "gid"),

@@ -252,7 +252,11 @@ func TestUpdateCases(t *testing.T) {
 			fill(d)
 			must(t, unix.Lsetxattr(in(d, "x"), "trusted.overlay.opaque", []byte("y"), 0))
 		}, nil, 1},
-		"mode 0 all along": {func(d string) { fill(d); must(t, os.Chmod(in(d, "x/y"), 0)); must(t, os.Chmod(in(d, "x"), 0)) }, func(d string) {
+		"mode 0 all along": {func(d string) {
+			fill(d)
+			must(t, os.Chmod(in(d, "x/y"), 0))
+			must(t, os.Chmod(in(d, "x"), 0))
+		}, func(d string) {
 			fill(d)
 			file(in(d, "x/y/z/f"), "Deep")
 			must(t, os.Chmod(in(d, "x/y"), 0))
@@ -277,22 +281,32 @@ func TestUpdateCases(t *testing.T) {
 			file(in(d, "f"), "1")
 			must(t, os.Chown(in(d, "f"), 5, 6))
 			must(t, unix.Chmod(in(d, "f"), 0o6711))
-			must(t, unix.Lsetxattr(in(d, "f"), "security.capability", []byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0))
+			must(t, unix.Lsetxattr(in(d, "f"), "security.capability",
+				[]byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0))
 			must(t, unix.Lsetxattr(in(d, "f"), "trusted.overlay.origin", []byte("o"), 0))
 		}, func(d string) {
 			file(in(d, "f"), "1")
 			must(t, unix.Lsetxattr(in(d, "f"), "system.posix_acl_access", posixACL(7, 1000), 0))
 		}, []string{"f"}, 0},
-		"a link is broken": {func(d string) { file(in(d, "a"), "1"); must(t, os.Link(in(d, "a"), in(d, "b"))) }, func(d string) {
+		"a link is broken": {func(d string) {
+			file(in(d, "a"), "1")
+			must(t, os.Link(in(d, "a"), in(d, "b")))
+		}, func(d string) {
 			file(in(d, "a"), "2")
 			file(in(d, "b"), "1")
 		}, []string{"b"}, 1},
-		"the first is broken off, the same but for its mode": {func(d string) { file(in(d, "a"), "1"); must(t, os.Link(in(d, "a"), in(d, "b"))) }, func(d string) {
+		"the first is broken off, the same but for its mode": {func(d string) {
+			file(in(d, "a"), "1")
+			must(t, os.Link(in(d, "a"), in(d, "b")))
+		}, func(d string) {
 			file(in(d, "a"), "1")
 			must(t, os.Chmod(in(d, "a"), 0o600))
 			file(in(d, "b"), "1")
 		}, []string{"b"}, 1},
-		"the first name goes": {func(d string) { file(in(d, "a"), "1"); must(t, os.Link(in(d, "a"), in(d, "b"))) }, func(d string) {
+		"the first name goes": {func(d string) {
+			file(in(d, "a"), "1")
+			must(t, os.Link(in(d, "a"), in(d, "b")))
+		}, func(d string) {
 			file(in(d, "b"), "1")
 		}, []string{"b"}, 0},
 		"a name before the first": {func(d string) { file(in(d, "b"), "1") }, func(d string) {
@@ -311,21 +325,34 @@ func TestUpdateCases(t *testing.T) {
 			must(t, os.Link(in(d, "b"), in(d, "c")))
 			must(t, os.Link(in(d, "a"), in(d, "d")))
 		}, []string{"a", "b"}, 0},
-		"contents are exchanged": {func(d string) { file(in(d, "a"), "1"); file(in(d, "b"), "2"); must(t, os.Link(in(d, "a"), in(d, "c"))) }, func(d string) {
+		"contents are exchanged": {func(d string) {
+			file(in(d, "a"), "1")
+			file(in(d, "b"), "2")
+			must(t, os.Link(in(d, "a"), in(d, "c")))
+		}, func(d string) {
 			file(in(d, "a"), "2")
 			file(in(d, "b"), "1")
 			must(t, os.Link(in(d, "b"), in(d, "c")))
 		}, []string{"c"}, 1},
-		"one file becomes a name of another": {func(d string) { file(in(d, "a"), "1"); file(in(d, "b"), "1") }, func(d string) {
+		"one file becomes a name of another": {func(d string) {
+			file(in(d, "a"), "1")
+			file(in(d, "b"), "1")
+		}, func(d string) {
 			file(in(d, "a"), "1")
 			must(t, os.Link(in(d, "a"), in(d, "b")))
 		}, []string{"a"}, 0},
-		"links change with the inode": {func(d string) { file(in(d, "a"), "1"); must(t, os.Link(in(d, "a"), in(d, "b"))) }, func(d string) {
+		"links change with the inode": {func(d string) {
+			file(in(d, "a"), "1")
+			must(t, os.Link(in(d, "a"), in(d, "b")))
+		}, func(d string) {
 			file(in(d, "a"), "2")
 			must(t, os.Link(in(d, "a"), in(d, "b")))
 			must(t, os.Link(in(d, "a"), in(d, "c")))
 		}, nil, 1},
-		"links change in place": {func(d string) { file(in(d, "a"), "1"); must(t, os.Link(in(d, "a"), in(d, "b"))) }, func(d string) {
+		"links change in place": {func(d string) {
+			file(in(d, "a"), "1")
+			must(t, os.Link(in(d, "a"), in(d, "b")))
+		}, func(d string) {
 			file(in(d, "a"), "1")
 			must(t, os.Chmod(in(d, "a"), 0o400))
 			must(t, os.Link(in(d, "a"), in(d, "b")))
@@ -344,7 +371,9 @@ func TestUpdateCases(t *testing.T) {
 			must(t, os.Truncate(in(d, "f"), 1<<20))
 			must(t, touch(in(d, "f"), 1000, 1))
 		}, nil, 1},
-		"the top": {func(d string) { must(t, unix.Lsetxattr(d, "trusted.overlay.impure", []byte("y"), 0)) }, func(d string) {
+		"the top": {func(d string) {
+			must(t, unix.Lsetxattr(d, "trusted.overlay.impure", []byte("y"), 0))
+		}, func(d string) {
 			must(t, os.Chown(d, 3, 4))
 			must(t, unix.Chmod(d, 0o3700))
 		}, []string{"."}, 0},

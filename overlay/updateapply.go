@@ -252,7 +252,8 @@ func (a *updater) settle(fd int, e *Entry) error {
 		}
 		// A security module's own label cannot be removed, and a file that
 		// is made anew has one as well.
-		if err := unix.Fremovexattr(fd, name); err != nil && err != unix.ENODATA && !strings.HasPrefix(name, "security.") {
+		if err := unix.Fremovexattr(fd, name); err != nil && err != unix.ENODATA &&
+			!strings.HasPrefix(name, "security.") {
 			return pathError("remove attribute "+name+" of", e.Path, err)
 		}
 	}
@@ -498,7 +499,8 @@ func expect(dir int, name, path string, t Type) error {
 	if err := unix.Fstatat(dir, name, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
 		return pathError("stat", path, err)
 	}
-	if st.Mode&unix.S_IFMT == unix.S_IFDIR && t == TypeDir || st.Mode&unix.S_IFMT != unix.S_IFDIR && typeOfStat(&st) == t {
+	if st.Mode&unix.S_IFMT == unix.S_IFDIR && t == TypeDir ||
+		st.Mode&unix.S_IFMT != unix.S_IFDIR && typeOfStat(&st) == t {
 		return nil
 	}
 	return unexpected(path, &st, t)
@@ -515,7 +517,9 @@ func unexpected(path string, st *unix.Stat_t, t Type) error {
 // found adds ErrState to what can only mean that the directory is not what the
 // plan was made with.
 func found(err error) error {
-	for _, e := range []error{unix.ENOENT, unix.ENOTDIR, unix.EISDIR, unix.ELOOP, unix.EEXIST, unix.ENOTEMPTY, unix.EXDEV, unix.EBUSY} {
+	for _, e := range []error{
+		unix.ENOENT, unix.ENOTDIR, unix.EISDIR, unix.ELOOP, unix.EEXIST, unix.ENOTEMPTY, unix.EXDEV, unix.EBUSY,
+	} {
 		if errors.Is(err, e) && !errors.Is(err, fault.ErrState) {
 			return fmt.Errorf("%w: %w", fault.ErrState, err)
 		}

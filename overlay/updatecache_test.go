@@ -24,9 +24,15 @@ func TestUpdateFreshCache(t *testing.T) {
 			if i%1000 == 0 {
 				more = yield(Entry{Path: sub, Type: TypeDir, Mode: 0o755}, nil)
 			}
-			e := Entry{Path: fmt.Sprintf("%s/a-name-of-common-length-%03d", sub, i%1000), Type: TypeFile, Mode: 0o644, Digest: digestOf(nil)}
+			e := Entry{
+				Path: fmt.Sprintf("%s/a-name-of-common-length-%03d", sub, i%1000), Type: TypeFile,
+				Mode: 0o644, Digest: digestOf(nil),
+			}
 			if i%100 == 99 {
-				e = Entry{Path: e.Path, Type: TypeFile, Hardlink: fmt.Sprintf("%s/a-name-of-common-length-%03d", sub, i%1000-1)}
+				e = Entry{
+					Path: e.Path, Type: TypeFile,
+					Hardlink: fmt.Sprintf("%s/a-name-of-common-length-%03d", sub, i%1000-1),
+				}
 			}
 			more = more && yield(e, nil)
 		}
@@ -67,7 +73,10 @@ func TestPlanMemory(t *testing.T) {
 				if i%1000 == 0 && !yield(Entry{Path: dir, Type: TypeDir, Mode: 0o755}, nil) {
 					return
 				}
-				e := Entry{Path: fmt.Sprintf("%s/%03d", dir, i%1000), Type: TypeFile, Size: 1, Mode: 0o644, Digest: digestOf(nil)}
+				e := Entry{
+					Path: fmt.Sprintf("%s/%03d", dir, i%1000), Type: TypeFile, Size: 1,
+					Mode: 0o644, Digest: digestOf(nil),
+				}
 				if i%10 == 9 { // a hundred thousand are further names
 					e = Entry{Path: e.Path, Type: TypeFile, Hardlink: fmt.Sprintf("%s/%03d", dir, i%1000-1)}
 				}

@@ -24,7 +24,9 @@ func (u *Update) Check(ctx context.Context, dir, cache, out string, sink Sink, b
 	if w == nil || err != nil {
 		return false, err
 	}
-	if _, err := Collect(ctx, dir, out, sink, CollectOptions{Cache: cache, Trust: true, Base: base, witness: w}); err != nil {
+	if _, err := Collect(ctx, dir, out, sink, CollectOptions{
+		Cache: cache, Trust: true, Base: base, witness: w,
+	}); err != nil {
 		return false, err
 	}
 	if w.wrong || len(w.left) > 0 {

@@ -79,7 +79,9 @@ func checkTree(t tb, d string, i int) {
 	for _, sub := range []string{"", "/a", "/b", "/b/deep"} {
 		must(t, os.Mkdir(d+sub, 0o755))
 	}
-	for _, f := range []string{"/a/same", "/a/changed", "/b/same", "/b/same2", "/b/one", "/b/deep/f", []string{"/a/gone", "/a/added"}[i]} {
+	for _, f := range []string{
+		"/a/same", "/a/changed", "/b/same", "/b/same2", "/b/one", "/b/deep/f", []string{"/a/gone", "/a/added"}[i],
+	} {
 		data := f
 		if f == "/a/changed" {
 			data += fmt.Sprint(i)
@@ -136,7 +138,8 @@ func TestCheckCached(t *testing.T) {
 			_, err := Collect(ctx, dir, cache, nil, CollectOptions{Base: "old"})
 			must(t, err)
 			for _, err := range []error{
-				os.WriteFile(dir+"/a/changed", []byte("0"), 0o600), os.Remove(dir + "/a/added"), os.WriteFile(dir+"/a/gone", nil, 0o644),
+				os.WriteFile(dir+"/a/changed", []byte("0"), 0o600), os.Remove(dir + "/a/added"),
+				os.WriteFile(dir+"/a/gone", nil, 0o644),
 				os.RemoveAll(dir + "/b/deep"), os.WriteFile(dir+"/b/deep", nil, 0o644), // a file where a directory was
 				os.Chmod(dir+"/b/same2", 0o600), os.Chmod(dir+"/b/same2", 0o644), // as it was, but read anew
 				touch(dir+"/b/deep", 1, 1),

@@ -123,7 +123,8 @@ func TestBeforeDamaged(t *testing.T) {
 		for _, b := range [][]byte{hurt, whole[:at]} {
 			must(t, os.WriteFile(before, b, 0o600))
 			_, err := Before(before, digested(want))
-			if cut := len(b) < len(whole); !errors.Is(err, fault.ErrCorrupt) || cut && !errors.Is(err, io.ErrUnexpectedEOF) {
+			if cut := len(b) < len(whole); !errors.Is(err, fault.ErrCorrupt) ||
+				cut && !errors.Is(err, io.ErrUnexpectedEOF) {
 				t.Fatalf("damage at %d: %v", at, err)
 			}
 		}

@@ -74,7 +74,8 @@ func TestUpdateChild(t *testing.T) {
 func runKilled(t *testing.T, dir, want string, n int, env ...string) (killed bool) {
 	t.Helper()
 	cmd := exec.Command("/proc/self/exe", "-test.run", "^TestUpdateChild$")
-	cmd.Env = append(append(os.Environ(), env...), "OVERLAY_TEST_DIR="+dir, "OVERLAY_TEST_WANT="+want, "OVERLAY_TEST_POINT="+strconv.Itoa(n))
+	cmd.Env = append(append(os.Environ(), env...), "OVERLAY_TEST_DIR="+dir, "OVERLAY_TEST_WANT="+want,
+		"OVERLAY_TEST_POINT="+strconv.Itoa(n))
 	out, err := cmd.CombinedOutput()
 	if cmd.ProcessState == nil {
 		t.Fatal(err)

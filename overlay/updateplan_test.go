@@ -53,8 +53,11 @@ func planDirs(t tb, dir, want string) *Update {
 		fifth = planCached(t, dir, want)
 	}
 	t.Cleanup(func() { must(t, errors.Join(u.Close(), second.Close(), third.Close(), fourth.Close(), fifth.Close())) })
-	for name, v := range map[string]*Update{"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdateChunks": fourth, "PlanUpdateCached": fifth} {
-		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) || u.Bytes() != v.Bytes() {
+	for name, v := range map[string]*Update{
+		"PlanUpdate": second, "PlanUpdateTree": third, "PlanUpdateChunks": fourth, "PlanUpdateCached": fifth,
+	} {
+		if !reflect.DeepEqual(inOrder(t, u), inOrder(t, v)) || !reflect.DeepEqual(u.times, v.times) ||
+			u.Bytes() != v.Bytes() {
 			t.Fatalf("%s has another plan: %q, want %q", name, kinds(t, v), kinds(t, u))
 		}
 	}
@@ -159,16 +162,20 @@ func TestPlanRefuses(t *testing.T) {
 		have, want []Entry
 		err        error
 	}{
-		"nothing wanted":       {[]Entry{root}, nil, fault.ErrInvalid},
-		"nothing there":        {nil, []Entry{root}, fault.ErrInvalid},
-		"out of order":         {[]Entry{root}, []Entry{root, file("b"), file("a")}, fault.ErrCorrupt},
-		"no parent":            {[]Entry{root}, []Entry{root, file("a/b")}, fault.ErrCorrupt},
-		"have out of order":    {[]Entry{root, file("b"), file("a")}, []Entry{root}, fault.ErrCorrupt},
-		"up":                   {[]Entry{root}, []Entry{root, file("..")}, fault.ErrInvalid},
-		"no digest":            {[]Entry{root}, []Entry{root, {Path: "a", Type: TypeFile}}, fault.ErrInvalid},
-		"link to a link":       {[]Entry{root}, []Entry{root, file("a"), link("b", "a"), link("c", "b")}, fault.ErrInvalid},
-		"link to another type": {[]Entry{root}, []Entry{root, {Path: "a", Type: TypeFifo}, link("b", "a")}, fault.ErrInvalid},
-		"link to what goes":    {[]Entry{root, file("a")}, []Entry{root, link("b", "a")}, fault.ErrInvalid},
+		"nothing wanted":    {[]Entry{root}, nil, fault.ErrInvalid},
+		"nothing there":     {nil, []Entry{root}, fault.ErrInvalid},
+		"out of order":      {[]Entry{root}, []Entry{root, file("b"), file("a")}, fault.ErrCorrupt},
+		"no parent":         {[]Entry{root}, []Entry{root, file("a/b")}, fault.ErrCorrupt},
+		"have out of order": {[]Entry{root, file("b"), file("a")}, []Entry{root}, fault.ErrCorrupt},
+		"up":                {[]Entry{root}, []Entry{root, file("..")}, fault.ErrInvalid},
+		"no digest":         {[]Entry{root}, []Entry{root, {Path: "a", Type: TypeFile}}, fault.ErrInvalid},
+		"link to a link": {[]Entry{root}, []Entry{
+			root, file("a"), link("b", "a"), link("c", "b"),
+		}, fault.ErrInvalid},
+		"link to another type": {[]Entry{root}, []Entry{
+			root, {Path: "a", Type: TypeFifo}, link("b", "a"),
+		}, fault.ErrInvalid},
+		"link to what goes": {[]Entry{root, file("a")}, []Entry{root, link("b", "a")}, fault.ErrInvalid},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if _, err := plan(t.Context(), seqOf(c.have), seqOf(c.want)); !errors.Is(err, c.err) {

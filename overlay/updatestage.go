@@ -93,7 +93,8 @@ func (u *Update) stageFile(ctx context.Context, dir, i int, src Source, small []
 	e := *c.New
 	var fd int
 	err = retry(func() (err error) {
-		fd, err = unix.Openat(dir, strconv.Itoa(i), unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+		fd, err = unix.Openat(dir, strconv.Itoa(i),
+			unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 		return err
 	})
 	if err != nil {

@@ -20,17 +20,29 @@ import (
 // all one in which symlinks lead out of it.
 func TestUpdateStays(t *testing.T) {
 	for name, change := range map[string]func(d, outside string) error{
-		"parent is a symlink": func(d, out string) error { return errors.Join(os.RemoveAll(d+"/sub"), os.Symlink(out, d+"/sub")) },
+		"parent is a symlink": func(d, out string) error {
+			return errors.Join(os.RemoveAll(d+"/sub"), os.Symlink(out, d+"/sub"))
+		},
 		"parent of a removed one is a symlink": func(d, out string) error {
 			return errors.Join(os.RemoveAll(d+"/gone"), os.Symlink(out, d+"/gone"))
 		},
-		"file in place is a symlink":    func(d, out string) error { return errors.Join(os.Remove(d+"/attrs"), os.Symlink(out+"/f", d+"/attrs")) },
-		"file in place is a FIFO":       func(d, out string) error { return errors.Join(os.Remove(d+"/attrs"), unix.Mkfifo(d+"/attrs", 0o600)) },
-		"source of a link is a symlink": func(d, out string) error { return errors.Join(os.Remove(d+"/keep"), os.Symlink(out+"/f", d+"/keep")) },
-		"file is gone":                  func(d, out string) error { return os.Remove(d + "/attrs") },
-		"replaced file is a directory":  func(d, out string) error { return errors.Join(os.Remove(d+"/data"), os.Mkdir(d+"/data", 0o700)) },
-		"added file is there":           func(d, out string) error { return os.WriteFile(d+"/new", []byte("mine"), 0o600) },
-		"added directory is there":      func(d, out string) error { return os.Symlink(out, d+"/newdir") },
+		"file in place is a symlink": func(d, out string) error {
+			return errors.Join(os.Remove(d+"/attrs"), os.Symlink(out+"/f", d+"/attrs"))
+		},
+		"file in place is a FIFO": func(d, out string) error {
+			return errors.Join(os.Remove(d+"/attrs"), unix.Mkfifo(d+"/attrs", 0o600))
+		},
+		"source of a link is a symlink": func(d, out string) error {
+			return errors.Join(os.Remove(d+"/keep"), os.Symlink(out+"/f", d+"/keep"))
+		},
+		"file is gone": func(d, out string) error { return os.Remove(d + "/attrs") },
+		"replaced file is a directory": func(d, out string) error {
+			return errors.Join(os.Remove(d+"/data"), os.Mkdir(d+"/data", 0o700))
+		},
+		"added file is there": func(d, out string) error {
+			return os.WriteFile(d+"/new", []byte("mine"), 0o600)
+		},
+		"added directory is there": func(d, out string) error { return os.Symlink(out, d+"/newdir") },
 		"mount point": func(d, out string) error {
 			return unix.Mount(out, d+"/gone/deep", "", unix.MS_BIND, "")
 		},
@@ -38,7 +50,9 @@ func TestUpdateStays(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			base := noDevices(t)
 			dir, want, outside := base+"/dir", base+"/want", base+"/outside"
-			for _, d := range []string{dir, want, outside, outside + "/deep", dir + "/sub", want + "/sub", dir + "/gone", dir + "/gone/deep"} {
+			for _, d := range []string{
+				dir, want, outside, outside + "/deep", dir + "/sub", want + "/sub", dir + "/gone", dir + "/gone/deep",
+			} {
 				must(t, os.Mkdir(d, 0o755))
 			}
 			write := func(p, data string) { must(t, os.WriteFile(p, []byte(data), 0o644)); must(t, touch(p, 1000, 0)) }
@@ -93,7 +107,9 @@ func TestUpdateDamage(t *testing.T) {
 	}{
 		"short": {func(e Entry, r io.Reader) io.Reader { return io.LimitReader(r, e.data()-1) }, fault.ErrCorrupt},
 		"empty": {func(e Entry, r io.Reader) io.Reader { return strings.NewReader("") }, fault.ErrCorrupt},
-		"long":  {func(e Entry, r io.Reader) io.Reader { return io.MultiReader(r, strings.NewReader("x")) }, fault.ErrCorrupt},
+		"long": {func(e Entry, r io.Reader) io.Reader {
+			return io.MultiReader(r, strings.NewReader("x"))
+		}, fault.ErrCorrupt},
 		"other": {func(e Entry, r io.Reader) io.Reader {
 			return io.MultiReader(strings.NewReader("!"), io.LimitReader(r, e.data()-1))
 		}, fault.ErrCorrupt},
@@ -115,7 +131,8 @@ func TestUpdateDamage(t *testing.T) {
 					t.Errorf("want %v that names the file, got %v", c.want, err)
 				}
 				samePeek(t, "untouched", before, peek(t, dir))
-				if err := u.Stage(t.Context(), dir, base+"/stage", &dirSource{dir: want}); !errors.Is(err, fault.ErrExists) {
+				if err := u.Stage(t.Context(), dir, base+"/stage",
+					&dirSource{dir: want}); !errors.Is(err, fault.ErrExists) {
 					t.Error(err)
 				}
 			})

@@ -33,7 +33,9 @@ func PlanUpdateTree(ctx context.Context, have string, tree io.Reader) (*Update, 
 // returns some that follow each other. What both have is not read. When it fails,
 // PlanUpdateTree reports whether it is for the tree or for its chunks, which need
 // not end where lines do.
-func PlanUpdateChunks(ctx context.Context, have string, has, wants []Chunk, read func(from, to int) (io.ReadCloser, error)) (*Update, error) {
+func PlanUpdateChunks(
+	ctx context.Context, have string, has, wants []Chunk, read func(from, to int) (io.ReadCloser, error),
+) (*Update, error) {
 	return planBy(ctx, have, func(p *planner) (err error) {
 		m, err := openCache(have)
 		if err != nil {

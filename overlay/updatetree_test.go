@@ -41,9 +41,10 @@ func TestPlanTreeRefuses(t *testing.T) {
 		"a line that is none":  {tree + "\n", fault.ErrCorrupt},
 		"one twice at the end": {tree + line("d"), fault.ErrCorrupt},
 		"one twice":            {strings.Replace(tree, line("a/2"), line("a/2")+line("a/2"), 1), fault.ErrCorrupt},
-		"passed before":        {strings.Replace(tree, line("a/b"), strings.Replace(line("a/1"), "0644", "0600", 1)+line("a/b"), 1), fault.ErrCorrupt},
-		"passed deeper":        {tree + strings.Replace(line("a/b/2"), "a/b/2", "a/b/3", 1), fault.ErrCorrupt},
-		"no parent":            {tree + strings.Replace(line("a/b/2"), "a/b/2", "x/y", 1), fault.ErrCorrupt},
+		"passed before": {strings.Replace(tree, line("a/b"),
+			strings.Replace(line("a/1"), "0644", "0600", 1)+line("a/b"), 1), fault.ErrCorrupt},
+		"passed deeper": {tree + strings.Replace(line("a/b/2"), "a/b/2", "a/b/3", 1), fault.ErrCorrupt},
+		"no parent":     {tree + strings.Replace(line("a/b/2"), "a/b/2", "x/y", 1), fault.ErrCorrupt},
 	} {
 		u, err := PlanUpdateTree(t.Context(), fileCache, strings.NewReader(c.tree))
 		if !errors.Is(err, c.err) {
@@ -54,10 +55,12 @@ func TestPlanTreeRefuses(t *testing.T) {
 		}
 	}
 	own := errors.New("own")
-	if _, err := PlanUpdateTree(t.Context(), fileCache, io.MultiReader(strings.NewReader(tree), broken{own})); !errors.Is(err, own) {
+	if _, err := PlanUpdateTree(t.Context(), fileCache, io.MultiReader(strings.NewReader(tree),
+		broken{own})); !errors.Is(err, own) {
 		t.Error(err)
 	}
-	if _, err := PlanUpdateTree(t.Context(), base+"/none", strings.NewReader(tree)); !errors.Is(err, fault.ErrNotFound) {
+	if _, err := PlanUpdateTree(t.Context(), base+"/none",
+		strings.NewReader(tree)); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)
 	}
 	b, err := os.ReadFile(fileCache)

@@ -139,7 +139,8 @@ func ParseEgress(texts []string) ([]EgressRule, error) {
 		rules = append(rules, r)
 	}
 	if udp > EgressUDPLimit {
-		return nil, fmt.Errorf("egress rules with %d ranges of UDP ports: %d is the limit: %w", udp, EgressUDPLimit, fault.ErrInvalid)
+		return nil, fmt.Errorf("egress rules with %d ranges of UDP ports: %d is the limit: %w", udp,
+			EgressUDPLimit, fault.ErrInvalid)
 	}
 	return rules, nil
 }
@@ -212,7 +213,9 @@ func coversEgress(base []EgressRule, own EgressRule) bool {
 	}
 	open = joined(open)
 	for _, p := range own.ports() {
-		if !slices.ContainsFunc(open, func(o EgressPorts) bool { return o.UDP == p.UDP && o.First <= p.First && p.Last <= o.Last }) {
+		if !slices.ContainsFunc(open, func(o EgressPorts) bool {
+			return o.UDP == p.UDP && o.First <= p.First && p.Last <= o.Last
+		}) {
 			return false
 		}
 	}

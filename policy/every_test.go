@@ -26,7 +26,10 @@ func TestParseEvery(t *testing.T) {
 			t.Errorf("%q became %q: %+v, %v", text, got.String(), again, err)
 		}
 	}
-	for _, text := range []string{",", "exec,", ",exec", "exec,exec", "5m,10m", "5m,exec,5m", "0s", "999ms", "-5m", "Exec", "exec;5m", "exec, 5m", "never"} {
+	for _, text := range []string{
+		",", "exec,", ",exec", "exec,exec", "5m,10m", "5m,exec,5m", "0s", "999ms", "-5m", "Exec",
+		"exec;5m", "exec, 5m", "never",
+	} {
 		if got, err := ParseEvery(text); err == nil || got != (Every{}) || !strings.Contains(err.Error(), "exec,5m") {
 			t.Errorf("%q: %+v, %v", text, got, err)
 		}
@@ -38,7 +41,9 @@ func TestParseEvery(t *testing.T) {
 
 // TestEveryTriggers: each part has to be allowed.
 func TestEveryTriggers(t *testing.T) {
-	for triggers, allowed := range map[string]string{"": "", "exec": "exec", "interval": "5m", "exec, interval": "exec 5m exec,5m 5m,exec"} {
+	for triggers, allowed := range map[string]string{
+		"": "", "exec": "exec", "interval": "5m", "exec, interval": "exec 5m exec,5m 5m,exec",
+	} {
 		p := resolved(t, "checkpoints: {triggers: ["+triggers+"]}")
 		for _, every := range []string{"exec", "5m", "exec,5m", "5m,exec"} {
 			_, findings := p.Judge(Request{Every: every})
@@ -66,8 +71,12 @@ func TestAutomaticInherited(t *testing.T) {
 		"checkpoints: {keep_within: 1h}":            {All: Retention{KeepWithin: time.Hour}},
 		"checkpoints: {max_bytes: 1g}":              {All: Retention{MaxBytes: 1 << 30}},
 		"checkpoints: {automatic: {keep_last: -1}}": {Automatic: Retention{KeepLast: -1}},
-		"checkpoints: {automatic: {keep_weekly: 4, keep_within: 2h}}": {Automatic: Retention{KeepWeekly: 4, KeepWithin: 2 * time.Hour}},
-		"checkpoints: {keep_daily: 3, automatic: {keep_last: 9}}":     {All: Retention{KeepDaily: 3}, Automatic: Retention{KeepLast: 9}},
+		"checkpoints: {automatic: {keep_weekly: 4, keep_within: 2h}}": {Automatic: Retention{
+			KeepWeekly: 4, KeepWithin: 2 * time.Hour,
+		}},
+		"checkpoints: {keep_daily: 3, automatic: {keep_last: 9}}": {
+			All: Retention{KeepDaily: 3}, Automatic: Retention{KeepLast: 9},
+		},
 	} {
 		p := resolved(t, text)
 		if got := p.Rules.Keeping(); got != want {
@@ -83,7 +92,10 @@ func TestAutomaticInherited(t *testing.T) {
 	if err != nil || older.Rules.Keeping() != (Keeping{}) {
 		t.Errorf("%+v, %v", older, err)
 	}
-	for _, text := range []string{"checkpoints: {automatic: {keep_last: 0}}", "checkpoints: {automatic: {max_bytes: 1g}}", "checkpoints: {automatic: 5}"} {
+	for _, text := range []string{
+		"checkpoints: {automatic: {keep_last: 0}}", "checkpoints: {automatic: {max_bytes: 1g}}",
+		"checkpoints: {automatic: 5}",
+	} {
 		if _, err := (Finder{}).Resolve("p", []byte(text)); err == nil {
 			t.Errorf("%s is taken", text)
 		}

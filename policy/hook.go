@@ -135,7 +135,8 @@ func readHook(n *yaml.Node, name string) (h Hook, p *Problem) {
 
 func readCommand(n *yaml.Node, name string) (args []string, p *Problem) {
 	if n.Kind != yaml.SequenceNode || n.Anchor != "" || len(n.Content) == 0 || len(n.Content) > maxHookArgs {
-		return nil, wrong(n, "%s: run: not a list of a program and at most %d arguments; there is no shell", name, maxHookArgs-1)
+		return nil, wrong(n, "%s: run: not a list of a program and at most %d arguments; there is no shell", name,
+			maxHookArgs-1)
 	}
 	for _, item := range n.Content {
 		s, p := scalar(item, name+".run")
@@ -148,7 +149,8 @@ func readCommand(n *yaml.Node, name string) (args []string, p *Problem) {
 		args = append(args, s)
 	}
 	if !path.IsAbs(args[0]) || path.Clean(args[0]) != args[0] {
-		return nil, wrong(n.Content[0], "%s: run: %.200q: write the program by its absolute path, without . and ..", name, args[0])
+		return nil, wrong(n.Content[0],
+			"%s: run: %.200q: write the program by its absolute path, without . and ..", name, args[0])
 	}
 	return args, nil
 }
@@ -178,7 +180,8 @@ func (d *document) untrusted(named bool) (problems []*Problem) {
 			continue
 		}
 		if !named {
-			problems = append(problems, wrong(n, "hooks.%s: root runs hooks, and this file is named by its path; put it into a directory of policies, and name it by its name", point))
+			problems = append(problems,
+				wrong(n, "hooks.%s: root runs hooks, and this file is named by its path; put it into a directory of policies, and name it by its name", point))
 			continue
 		}
 		if _, err := Trusted(d.file); err != nil {

@@ -73,7 +73,8 @@ func (j *Jail) OpenFile(name string, flags int, perm os.FileMode) (*os.File, err
 		}
 		// O_EXCL, since without it the call would follow a symlink that a
 		// process inside has just put there, out of the jail.
-		fd, err := openat(dir, base, flags&^(os.O_TRUNC|unix.O_DIRECTORY)|os.O_EXCL|unix.O_NOFOLLOW, uint32(perm.Perm()))
+		fd, err := openat(dir, base,
+			flags&^(os.O_TRUNC|unix.O_DIRECTORY)|os.O_EXCL|unix.O_NOFOLLOW, uint32(perm.Perm()))
 		if err == nil {
 			dir.Close()
 			return os.NewFile(uintptr(fd), name), nil

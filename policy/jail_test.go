@@ -21,7 +21,9 @@ func box(t *testing.T) (j *Jail, root, outside string) {
 	t.Helper()
 	tmp := t.TempDir()
 	root, outside = filepath.Join(tmp, "root"), filepath.Join(tmp, "outside")
-	for _, d := range []string{filepath.Join(root, "etc"), filepath.Join(root, "usr/bin"), filepath.Join(outside, "d")} {
+	for _, d := range []string{
+		filepath.Join(root, "etc"), filepath.Join(root, "usr/bin"), filepath.Join(outside, "d"),
+	} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -171,7 +173,9 @@ func TestCreate(t *testing.T) {
 			_, err = f.WriteString("new")
 			return err
 		}
-		for name, at := range map[string]string{"/a": "a", "/to-new": "etc/new", "/bin/b": "usr/bin/b", "/etc/passwd": "etc/passwd"} {
+		for name, at := range map[string]string{
+			"/a": "a", "/to-new": "etc/new", "/bin/b": "usr/bin/b", "/etc/passwd": "etc/passwd",
+		} {
 			if err := put(name, os.O_TRUNC); err != nil {
 				t.Errorf("%s: %v", name, err)
 			}
@@ -229,8 +233,9 @@ func TestParentAndStat(t *testing.T) {
 		j, root, _ := box(t)
 		symlink(t, "/usr/bin", root+"/bin")
 		for name, want := range map[string][2]string{
-			"/bin/f": {"usr/bin", "f"}, "/bin": {"", "bin"}, "/bin/": {"", "bin"}, "/": {"", "."}, "/bin/..": {"usr", "."},
-			"/bin/.": {"usr/bin", "."}, "x": {"", "x"}, "/etc/none": {"etc", "none"},
+			"/bin/f": {"usr/bin", "f"}, "/bin": {"", "bin"}, "/bin/": {"", "bin"}, "/": {"", "."},
+			"/bin/..": {"usr", "."},
+			"/bin/.":  {"usr/bin", "."}, "x": {"", "x"}, "/etc/none": {"etc", "none"},
 		} {
 			dir, base, err := j.Parent(name)
 			if err != nil {
@@ -278,8 +283,9 @@ func TestReal(t *testing.T) {
 		symlink(t, outside, root+"/out")
 		symlink(t, "loop", root+"/loop")
 		for name, want := range map[string]string{
-			"/": "/", "/..": "/", "/bin/f": "/usr/bin/f", "/bin/..": "/usr", "/alias/src/new/file": "/work/src/new/file",
-			"/work/etc/x": "/etc/x", "/work/dangling": "/work/src/none", "/work/dangling/y": "/work/src/none/y",
+			"/": "/", "/..": "/", "/bin/f": "/usr/bin/f", "/bin/..": "/usr",
+			"/alias/src/new/file": "/work/src/new/file",
+			"/work/etc/x":         "/etc/x", "/work/dangling": "/work/src/none", "/work/dangling/y": "/work/src/none/y",
 			"/none/../etc/passwd": "/etc/passwd", "/none/../bin/x": "/usr/bin/x", "/out/secret": outside + "/secret",
 		} {
 			got, exists, err := j.Real(name)

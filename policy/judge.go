@@ -197,7 +197,8 @@ func (j *judging) image() {
 	case len(j.Rules.Digests) == 0:
 		j.note(Denied, what, "images.references", listText(j.Rules.Images))
 	case j.ask.Digests != nil:
-		j.note(Denied, what, "images.digests", listText(j.Rules.Digests)).Why = "it is " + strings.Join(j.ask.Digests, ", ")
+		j.note(Denied, what, "images.digests", listText(j.Rules.Digests)).Why = "it is " +
+			strings.Join(j.ask.Digests, ", ")
 	default:
 		j.note(Allowed, what, "images.digests", listText(j.Rules.Digests)).Why = "if it is one of these once it is here"
 	}
@@ -399,7 +400,9 @@ func (j *judging) capabilities() {
 	named, err := ExpandCapabilities(append(slices.Clone(j.ask.Capabilities), j.ask.CapAdd...))
 	drop, err2 := ExpandCapabilities(j.ask.CapDrop)
 	// As for Docker, --cap-drop ALL --cap-add X leaves X.
-	back, err3 := ExpandCapabilities(slices.DeleteFunc(slices.Clone(j.ask.CapAdd), func(s string) bool { return strings.EqualFold(s, "ALL") }))
+	back, err3 := ExpandCapabilities(slices.DeleteFunc(slices.Clone(j.ask.CapAdd), func(s string) bool {
+		return strings.EqualFold(s, "ALL")
+	}))
 	if err = errors.Join(err, err2, err3); err != nil {
 		j.note(Denied, "capabilities", "capabilities", listText(most)).Why = err.Error()
 		return

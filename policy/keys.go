@@ -44,29 +44,43 @@ type widening struct {
 var keys = []key{
 	listOf("images.references", func(r *Rules) *[]string { return &r.Images }, parsePattern, coversImage).in("images"),
 	listOf("images.digests", func(r *Rules) *[]string { return &r.Digests }, parseDigest, coversDigest).in("images"),
-	listOf("mounts.read_write", func(r *Rules) *[]string { return &r.ReadWrite }, parsePath, func(base *Rules, p string) bool { return beneathAny(base.ReadWrite, p) }).in("mounts"),
-	listOf("mounts.read_only", func(r *Rules) *[]string { return &r.ReadOnly }, parsePath, func(base *Rules, p string) bool {
+	listOf("mounts.read_write", func(r *Rules) *[]string {
+		return &r.ReadWrite
+	}, parsePath, func(base *Rules, p string) bool { return beneathAny(base.ReadWrite, p) }).in("mounts"),
+	listOf("mounts.read_only", func(r *Rules) *[]string {
+		return &r.ReadOnly
+	}, parsePath, func(base *Rules, p string) bool {
 		return beneathAny(base.ReadWrite, p) || beneathAny(base.ReadOnly, p)
 	}).in("mounts"),
 	boolOf("mounts.volumes", func(r *Rules) *bool { return &r.Volumes }, true),
 
-	listOf("user.uids", func(r *Rules) *[]IDRange { return &r.UIDs }, parseIDRange, func(base *Rules, own IDRange) bool { return coversIDs(base.UIDs, own) }),
+	listOf("user.uids", func(r *Rules) *[]IDRange {
+		return &r.UIDs
+	}, parseIDRange, func(base *Rules, own IDRange) bool { return coversIDs(base.UIDs, own) }),
 	boolOf("user.non_root", func(r *Rules) *bool { return &r.NonRoot }, false),
 	valueOf("user.default", func(r *Rules) *string { return &r.User }, parseUser, textOf),
-	valueOf("user.namespace", func(r *Rules) *string { return &r.Namespace }, parseNamespace, textOf).atLeast(func(r *Rules) int { return rankOf(r.Namespace) }),
+	valueOf("user.namespace", func(r *Rules) *string {
+		return &r.Namespace
+	}, parseNamespace, textOf).atLeast(func(r *Rules) int { return rankOf(r.Namespace) }),
 
 	capabilities(),
 	boolOf("privileged", func(r *Rules) *bool { return &r.Privileged }, true).onlyFalse(),
 	boolOf("no_new_privileges", func(r *Rules) *bool { return &r.NoNewPrivileges }, false),
-	listOf("seccomp", func(r *Rules) *[]string { return &r.Seccomp }, parseSeccomp, func(base *Rules, s string) bool { return base.allowsSeccomp(s) }),
+	listOf("seccomp", func(r *Rules) *[]string { return &r.Seccomp }, parseSeccomp, func(base *Rules, s string) bool {
+		return base.allowsSeccomp(s)
+	}),
 	listOf("apparmor", func(r *Rules) *[]string { return &r.AppArmor }, parseProfile, coversAppArmor),
 	boolOf("io_uring", func(r *Rules) *bool { return &r.IOUring }, true),
 
-	listOf("network.modes", func(r *Rules) *[]string { return &r.Networks }, parseNetwork, func(base *Rules, s string) bool { return base.allowsNetwork(s) }),
+	listOf("network.modes", func(r *Rules) *[]string {
+		return &r.Networks
+	}, parseNetwork, func(base *Rules, s string) bool { return base.allowsNetwork(s) }),
 	valueOf("network.default", func(r *Rules) *string { return &r.Network }, parseNetwork, textOf),
 	boolOf("network.groups", func(r *Rules) *bool { return &r.Groups }, true),
 	listOf("network.publish", func(r *Rules) *[]PortRange { return &r.Publish }, parsePortRange, coversPorts),
-	listOf("network.egress", func(r *Rules) *[]EgressRule { return &r.Egress }, ParseEgressRule, func(base *Rules, r EgressRule) bool { return base.allowsEgress(r) }).orAny(),
+	listOf("network.egress", func(r *Rules) *[]EgressRule {
+		return &r.Egress
+	}, ParseEgressRule, func(base *Rules, r EgressRule) bool { return base.allowsEgress(r) }).orAny(),
 
 	valueOf("limits.memory.default", func(r *Rules) *int64 { return &r.Memory.Default }, parseMemory, sizeOf),
 	atMost("limits.memory.max", func(r *Rules) *int64 { return &r.Memory.Max }, parseMemory, sizeOf),
@@ -84,23 +98,48 @@ var keys = []key{
 	atMost("lifetime.ttl", func(r *Rules) *time.Duration { return &r.TTL }, parseLifetime, ageOf),
 	atMost("lifetime.idle", func(r *Rules) *time.Duration { return &r.Idle }, parseLifetime, ageOf),
 
-	listOf("checkpoints.triggers", func(r *Rules) *[]string { return &r.Triggers }, parseTrigger, func(base *Rules, s string) bool { return slices.Contains(base.Triggers, s) }),
+	listOf("checkpoints.triggers", func(r *Rules) *[]string {
+		return &r.Triggers
+	}, parseTrigger, func(base *Rules, s string) bool { return slices.Contains(base.Triggers, s) }),
 	valueOf("checkpoints.every", func(r *Rules) *string { return &r.Every }, parseEvery, textOf),
-	valueOf("checkpoints.keep_last", func(r *Rules) *int { return &r.Retention.KeepLast }, parseKeep, intOf).replacing("automatic"),
-	valueOf("checkpoints.keep_within", func(r *Rules) *time.Duration { return &r.Retention.KeepWithin }, parsePositive, ageOf).replacing("automatic"),
-	valueOf("checkpoints.keep_hourly", func(r *Rules) *int { return &r.Retention.KeepHourly }, parseKeep, intOf).replacing("automatic"),
-	valueOf("checkpoints.keep_daily", func(r *Rules) *int { return &r.Retention.KeepDaily }, parseKeep, intOf).replacing("automatic"),
-	valueOf("checkpoints.keep_weekly", func(r *Rules) *int { return &r.Retention.KeepWeekly }, parseKeep, intOf).replacing("automatic"),
-	atMost("checkpoints.max_bytes", func(r *Rules) *int64 { return &r.Retention.MaxBytes }, parseSize, sizeOf).replacing("automatic"),
-	valueOf("checkpoints.automatic.keep_last", func(r *Rules) *int { return &r.Automatic.KeepLast }, parseKeepSome, intOf).in("automatic"),
-	valueOf("checkpoints.automatic.keep_within", func(r *Rules) *time.Duration { return &r.Automatic.KeepWithin }, parsePositive, ageOf).in("automatic"),
-	valueOf("checkpoints.automatic.keep_hourly", func(r *Rules) *int { return &r.Automatic.KeepHourly }, parseKeepSome, intOf).in("automatic"),
-	valueOf("checkpoints.automatic.keep_daily", func(r *Rules) *int { return &r.Automatic.KeepDaily }, parseKeepSome, intOf).in("automatic"),
-	valueOf("checkpoints.automatic.keep_weekly", func(r *Rules) *int { return &r.Automatic.KeepWeekly }, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.keep_last", func(r *Rules) *int {
+		return &r.Retention.KeepLast
+	}, parseKeep, intOf).replacing("automatic"),
+	valueOf("checkpoints.keep_within", func(r *Rules) *time.Duration {
+		return &r.Retention.KeepWithin
+	}, parsePositive, ageOf).replacing("automatic"),
+	valueOf("checkpoints.keep_hourly", func(r *Rules) *int {
+		return &r.Retention.KeepHourly
+	}, parseKeep, intOf).replacing("automatic"),
+	valueOf("checkpoints.keep_daily", func(r *Rules) *int {
+		return &r.Retention.KeepDaily
+	}, parseKeep, intOf).replacing("automatic"),
+	valueOf("checkpoints.keep_weekly", func(r *Rules) *int {
+		return &r.Retention.KeepWeekly
+	}, parseKeep, intOf).replacing("automatic"),
+	atMost("checkpoints.max_bytes", func(r *Rules) *int64 {
+		return &r.Retention.MaxBytes
+	}, parseSize, sizeOf).replacing("automatic"),
+	valueOf("checkpoints.automatic.keep_last", func(r *Rules) *int {
+		return &r.Automatic.KeepLast
+	}, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_within", func(r *Rules) *time.Duration {
+		return &r.Automatic.KeepWithin
+	}, parsePositive, ageOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_hourly", func(r *Rules) *int {
+		return &r.Automatic.KeepHourly
+	}, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_daily", func(r *Rules) *int {
+		return &r.Automatic.KeepDaily
+	}, parseKeepSome, intOf).in("automatic"),
+	valueOf("checkpoints.automatic.keep_weekly", func(r *Rules) *int {
+		return &r.Automatic.KeepWeekly
+	}, parseKeepSome, intOf).in("automatic"),
 
 	listOf("labels", func(r *Rules) *[]string { return &r.Labels }, parseLabel, nil).needsAllOf(),
 
-	hooksAt(BeforeStart), hooksAt(BeforeCheckpoint), hooksAt(AfterCheckpoint), hooksAt(BeforeRestore), hooksAt(AfterRestore), hooksAt(OnFailure),
+	hooksAt(BeforeStart), hooksAt(BeforeCheckpoint), hooksAt(AfterCheckpoint), hooksAt(BeforeRestore),
+	hooksAt(AfterRestore), hooksAt(OnFailure),
 }
 
 func (k key) in(group string) key        { k.group = group; return k }
@@ -108,7 +147,9 @@ func (k key) replacing(group string) key { k.replaces = group; return k }
 
 // listOf is a key with a list of texts. Each item of it has to be covered by
 // the base; a list in a file replaces the base's.
-func listOf[T any](name string, at func(*Rules) *[]T, parse func(string) (T, error), covered func(base *Rules, item T) bool) key {
+func listOf[T any](
+	name string, at func(*Rules) *[]T, parse func(string) (T, error), covered func(base *Rules, item T) bool,
+) key {
 	text := func(v T) string { return fmt.Sprint(v) }
 	return key{
 		name: name,
@@ -275,7 +316,9 @@ func valueOf[T comparable](name string, at func(*Rules) *T, parse func(string) (
 }
 
 // atMost is valueOf where more than the base's is too much, unless that is 0.
-func atMost[T int64 | float64 | time.Duration](name string, at func(*Rules) *T, parse func(string) (T, error), value func(T) any) key {
+func atMost[T int64 | float64 | time.Duration](
+	name string, at func(*Rules) *T, parse func(string) (T, error), value func(T) any,
+) key {
 	k := valueOf(name, at, parse, value)
 	k.wider = func(base, own *Rules) []widening {
 		if b := *at(base); b > 0 && *at(own) > b {
@@ -517,6 +560,7 @@ func parseLabel(s string) (string, error) {
 
 func coversPorts(base *Rules, own PortRange) bool {
 	return slices.ContainsFunc(base.Publish, func(b PortRange) bool {
-		return b.Protocol == own.Protocol && (b.IP == own.IP || b.IP == netip.Addr{}) && b.First <= own.First && own.Last <= b.Last
+		return b.Protocol == own.Protocol && (b.IP == own.IP || b.IP == netip.Addr{}) &&
+			b.First <= own.First && own.Last <= b.Last
 	})
 }

@@ -35,7 +35,8 @@ func matches(pattern, text string) bool {
 		case pattern[0] == '*':
 			for i := range len(text) {
 				// A ** of the text may hold a slash.
-				slash := text[i] == '/' || strings.HasPrefix(text[i:], "**") || i > 0 && text[i-1] == '*' && text[i] == '*'
+				slash := text[i] == '/' || strings.HasPrefix(text[i:], "**") ||
+					i > 0 && text[i-1] == '*' && text[i] == '*'
 				reach[i+1] = reach[i+1] || reach[i] && !slash
 			}
 			pattern = pattern[1:]

@@ -20,7 +20,8 @@ func drawPolicy(t *rapid.T, label string) string {
 	}
 	some := func(of ...string) func() any {
 		return func() any {
-			return strings.Join(rapid.SliceOfNDistinct(rapid.SampledFrom(of), 0, 3, rapid.ID).Draw(t, label+"list"), ", ")
+			return strings.Join(rapid.SliceOfNDistinct(rapid.SampledFrom(of), 0, 3,
+				rapid.ID).Draw(t, label+"list"), ", ")
 		}
 	}
 	one := func(of ...string) func() any {
@@ -28,22 +29,36 @@ func drawPolicy(t *rapid.T, label string) string {
 	}
 	maybe("images: {references: [%s]}", some(`"**"`, `"*"`, `"debian:*"`, "debian", `"d*"`))
 	maybe("mounts: {read_write: [%s]}", some("/", "/usr", "/usr/bin", "/etc"))
-	maybe("user: {%s}", one("non_root: true", "non_root: false", "uids: [0-10]", "uids: [5, 6-9]", "{uids: [1-20], default: 3", "uids: [1-20], default: 3", "non_root: true, default: 7", "namespace: optional", "namespace: preferred", "namespace: required"))
+	maybe("user: {%s}", one("non_root: true", "non_root: false", "uids: [0-10]", "uids: [5, 6-9]",
+		"{uids: [1-20], default: 3", "uids: [1-20], default: 3", "non_root: true, default: 7", "namespace: optional",
+		"namespace: preferred", "namespace: required"))
 	maybe("capabilities: [%s]", some("ALL", "DEFAULT", "KILL", "SYS_ADMIN", "CHOWN"))
 	maybe("no_new_privileges: %s", one("true", "false"))
 	maybe("seccomp: [default%s]", one("", ", unconfined"))
 	maybe("io_uring: %s", one("true", "false"))
-	maybe("network: {%s}", one("modes: [none], default: none", "modes: [none, bridge]", "modes: [host, bridge], default: host", "modes: [none, filtered], default: none", "modes: [filtered], default: filtered, egress: [a.org, 10.0.0.0/8 1-99]", "modes: [filtered], default: filtered, egress: []", "groups: false", "publish: [1-100]", `publish: ["127.0.0.1:80"]`))
-	maybe("limits: {%s}", one("memory: {max: 1g}", "memory: {default: 512m}", "memory: {default: 64m, max: 2g}, pids: {max: 5}", "cpus: {max: 1}", "cpus: {default: 2}", "memory: {max: 1g}, swap: {max: 1g}", "memory: {default: 1g}, swap: {default: 1m}", "io: {default: 1m}, storage_size: {max: 1g}"))
+	maybe("network: {%s}", one("modes: [none], default: none", "modes: [none, bridge]",
+		"modes: [host, bridge], default: host", "modes: [none, filtered], default: none",
+		"modes: [filtered], default: filtered, egress: [a.org, 10.0.0.0/8 1-99]",
+		"modes: [filtered], default: filtered, egress: []", "groups: false", "publish: [1-100]",
+		`publish: ["127.0.0.1:80"]`))
+	maybe("limits: {%s}", one("memory: {max: 1g}", "memory: {default: 512m}",
+		"memory: {default: 64m, max: 2g}, pids: {max: 5}", "cpus: {max: 1}", "cpus: {default: 2}",
+		"memory: {max: 1g}, swap: {max: 1g}", "memory: {default: 1g}, swap: {default: 1m}",
+		"io: {default: 1m}, storage_size: {max: 1g}"))
 	maybe("lifetime: {%s}", one("ttl: 1h", "idle: 1m", "ttl: 2h, idle: 1h"))
-	maybe("checkpoints: {%s}", one("every: 5m", "triggers: [exec]", "triggers: [exec], every: exec", "triggers: []", "keep_last: 3", "max_bytes: 1g", "every: 'exec,5m'", "automatic: {keep_last: 3}", "automatic: {keep_daily: -1}, keep_last: 2"))
+	maybe("checkpoints: {%s}", one("every: 5m", "triggers: [exec]", "triggers: [exec], every: exec", "triggers: []",
+		"keep_last: 3", "max_bytes: 1g", "every: 'exec,5m'", "automatic: {keep_last: 3}",
+		"automatic: {keep_daily: -1}, keep_last: 2"))
 	maybe("labels: [%s]", some("a", "b=x*"))
 	return b.String()
 }
 
 // drawRequest asks for a few things, most of which most policies allow.
 func drawRequest(t *rapid.T) Request {
-	r := Request{Image: rapid.SampledFrom([]string{"debian", "debian:12", "x/y"}).Draw(t, "image"), Digests: []string{"sha256:1"}, Labels: map[string]string{"a": "", "b": "xy"}}
+	r := Request{
+		Image:   rapid.SampledFrom([]string{"debian", "debian:12", "x/y"}).Draw(t, "image"),
+		Digests: []string{"sha256:1"}, Labels: map[string]string{"a": "", "b": "xy"},
+	}
 	ask := func(label string) bool { return rapid.IntRange(0, 4).Draw(t, label) == 0 }
 	if ask("user") {
 		r.User = rapid.SampledFrom([]string{"0", "3", "5", "7", "15", "x"}).Draw(t, "who")
@@ -64,7 +79,9 @@ func drawRequest(t *rapid.T) Request {
 	}
 	if ask("egress") {
 		r.Network = networkFiltered
-		if r.Egress = rapid.SliceOfN(rapid.SampledFrom([]string{"a.org 443", "10.1.0.0/16 80", "10.1.2.3 80", "10.0.0.0/8 53/udp"}), 0, 2).Draw(t, "rules"); len(r.Egress) == 0 {
+		if r.Egress = rapid.SliceOfN(rapid.SampledFrom([]string{
+			"a.org 443", "10.1.0.0/16 80", "10.1.2.3 80", "10.0.0.0/8 53/udp",
+		}), 0, 2).Draw(t, "rules"); len(r.Egress) == 0 {
 			r.Egress = nil
 		}
 	}

@@ -117,7 +117,10 @@ func (f Finder) find(name string, from, depth int) (*Policy, error) {
 			return f.resolve(name, file, data, n, depth)
 		}
 	}
-	return nil, &fault.Error{Err: fmt.Errorf("policy %.200q: %w", name, fault.ErrNotFound), Hint: "'agentbox policy ls' lists those that are here; a file is named with a slash, ./FILE."}
+	return nil, &fault.Error{
+		Err:  fmt.Errorf("policy %.200q: %w", name, fault.ErrNotFound),
+		Hint: "'agentbox policy ls' lists those that are here; a file is named with a slash, ./FILE.",
+	}
 }
 
 // Load resolves the policy in a file.
@@ -216,7 +219,8 @@ func (f Finder) resolve(name, file string, data []byte, n, depth int) (*Policy, 
 		at = &yaml.Node{Line: 1, Column: 1}
 	}
 	if depth == maxChain {
-		return nil, d.problems(wrong(at, "base: more than %d policies narrow each other, or one narrows itself", maxChain))
+		return nil, d.problems(wrong(at,
+			"base: more than %d policies narrow each other, or one narrows itself", maxChain))
 	}
 	var b *Policy
 	if f.Base != nil && n < 0 {
@@ -319,7 +323,8 @@ func (d *document) widenings(base *Policy) (problems []*Problem) {
 			if w.item >= 0 && w.item < len(n.Content) {
 				at = n.Content[w.item]
 			}
-			problems = append(problems, wrong(at, "%s: wider than its base %s: %s%s", k.name, base.Name, w.why, base.at(k.name)))
+			problems = append(problems, wrong(at, "%s: wider than its base %s: %s%s", k.name, base.Name,
+				w.why, base.at(k.name)))
 		}
 	}
 	return problems
@@ -347,19 +352,22 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	}
 	if r.User != "" {
 		if uid, _, _ := strings.Cut(r.User, ":"); !r.allowsUID(uid) {
-			bad(fmt.Sprintf("the default user %s is not among those allowed", r.User), "user.default", "user.uids", "user.non_root")
+			bad(fmt.Sprintf("the default user %s is not among those allowed", r.User), "user.default",
+				"user.uids", "user.non_root")
 		}
 	}
 	if r.NonRoot && len(r.UIDs) == 1 && r.UIDs[0] == (IDRange{}) {
 		bad("non_root leaves no user of these", "user.uids", "user.non_root")
 	}
 	if !r.allowsNetwork(r.Network) && r.Network != "" {
-		bad(fmt.Sprintf("the default mode %s is not among those allowed", r.Network), "network.default", "network.modes")
+		bad(fmt.Sprintf("the default mode %s is not among those allowed", r.Network),
+			"network.default", "network.modes")
 	}
 	if r.Egress != nil {
 		for _, mode := range r.Networks {
 			if mode == "bridge" || mode == "host" {
-				bad(fmt.Sprintf("they have no effect while network.modes allows %s; allow none and filtered", mode), "network.egress", "network.modes")
+				bad(fmt.Sprintf("they have no effect while network.modes allows %s; allow none and filtered", mode),
+					"network.egress", "network.modes")
 				break
 			}
 		}
@@ -371,10 +379,12 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 		bad("the profile default has to be among those allowed", "seccomp")
 	}
 	if t, ok := r.allowsEvery(r.Every); !ok {
-		bad(fmt.Sprintf("checkpoints by %s are not among the triggers allowed", t), "checkpoints.every", "checkpoints.triggers")
+		bad(fmt.Sprintf("checkpoints by %s are not among the triggers allowed", t), "checkpoints.every",
+			"checkpoints.triggers")
 	}
 	if r.Swap != (Limit[int64]{}) && r.Memory == (Limit[int64]{}) {
-		bad("swap has a limit only where memory has one: give limits.memory.default or max", "limits.swap.max", "limits.swap.default")
+		bad("swap has a limit only where memory has one: give limits.memory.default or max",
+			"limits.swap.max", "limits.swap.default")
 	}
 	for _, point := range hookPoints {
 		if len(r.Hooks[point]) > maxHooks {

@@ -65,7 +65,10 @@ func (r Retention) Validate() error {
 	for _, c := range []struct {
 		name string
 		n    int
-	}{{"keep-last", r.KeepLast}, {"keep-hourly", r.KeepHourly}, {"keep-daily", r.KeepDaily}, {"keep-weekly", r.KeepWeekly}} {
+	}{
+		{"keep-last", r.KeepLast}, {"keep-hourly", r.KeepHourly}, {"keep-daily", r.KeepDaily},
+		{"keep-weekly", r.KeepWeekly},
+	} {
 		if c.n < -1 {
 			return fmt.Errorf("%s %d: %w: a count, or -1 for all", c.name, c.n, fault.ErrInvalid)
 		}
@@ -95,7 +98,9 @@ func (r Retention) Apply(now time.Time, list []Kept, size func(ids []string) (in
 }
 
 // apply is Apply; asListed has KeepLast count in the order of list, and not by time.
-func (r Retention) apply(now time.Time, list []Kept, size func(ids []string) (int64, error), asListed bool) ([]Decision, error) {
+func (r Retention) apply(
+	now time.Time, list []Kept, size func(ids []string) (int64, error), asListed bool,
+) ([]Decision, error) {
 	if err := r.Validate(); err != nil {
 		return nil, err
 	}

@@ -33,8 +33,10 @@ func all(whens ...string) (list []Kept) {
 // sundays are the twelve of the example in restic's manual ("Removing
 // snapshots according to a policy").
 var sundays = all(
-	"2019-09-01 11:00", "2019-09-08 11:00", "2019-09-15 11:00", "2019-09-22 11:00", "2019-09-29 11:00", "2019-10-06 11:00",
-	"2019-10-13 11:00", "2019-10-20 11:00", "2019-10-27 11:00", "2019-11-03 11:00", "2019-11-10 11:00", "2019-11-17 11:00")
+	"2019-09-01 11:00", "2019-09-08 11:00", "2019-09-15 11:00", "2019-09-22 11:00",
+	"2019-09-29 11:00", "2019-10-06 11:00",
+	"2019-10-13 11:00", "2019-10-20 11:00", "2019-10-27 11:00", "2019-11-03 11:00",
+	"2019-11-10 11:00", "2019-11-17 11:00")
 
 // busy: January 8 is a Monday, so the days before it are of another week.
 var busy = all(
@@ -55,7 +57,10 @@ func TestRetentionTable(t *testing.T) {
 			[]string{"2024-01-01 00:00: no rule", "2023-01-01 00:00: no rule"}},
 
 		{"restic's example: daily 4 of twelve Sundays", Retention{KeepDaily: 4}, late, sundays,
-			[]string{"2019-11-17 11:00: daily 1", "2019-11-10 11:00: daily 2", "2019-11-03 11:00: daily 3", "2019-10-27 11:00: daily 4"}},
+			[]string{
+				"2019-11-17 11:00: daily 1", "2019-11-10 11:00: daily 2", "2019-11-03 11:00: daily 3",
+				"2019-10-27 11:00: daily 4",
+			}},
 
 		{"last 2", Retention{KeepLast: 2}, late, busy,
 			[]string{"2024-01-08 10:50: last 1", "2024-01-08 10:10: last 2"}},
@@ -74,7 +79,10 @@ func TestRetentionTable(t *testing.T) {
 			[]string{"2024-01-08 10:50: weekly 1", "2024-01-07 23:59: weekly 2", "2023-12-31 12:00: weekly 3"}},
 
 		{"rules are ORed", Retention{KeepLast: 1, KeepHourly: 2, KeepDaily: 2}, late, busy,
-			[]string{"2024-01-08 10:50: last 1, hourly 1, daily 1", "2024-01-08 09:59: hourly 2", "2024-01-07 23:59: daily 2"}},
+			[]string{
+				"2024-01-08 10:50: last 1, hourly 1, daily 1", "2024-01-08 09:59: hourly 2",
+				"2024-01-07 23:59: daily 2",
+			}},
 
 		{"the oldest stays while a count is left", Retention{KeepDaily: 5}, late,
 			all("2024-01-02 12:00", "2024-01-02 11:00", "2024-01-01 12:00", "2024-01-01 11:00", "2024-01-01 10:00"),
@@ -85,22 +93,30 @@ func TestRetentionTable(t *testing.T) {
 			[]string{"2024-01-02 12:00: daily 1", "2024-01-01 12:00: daily 2"}},
 
 		{"-1 is all", Retention{KeepDaily: -1}, late, busy,
-			[]string{"2024-01-08 10:50: daily 1", "2024-01-07 23:59: daily 2", "2024-01-01 12:00: daily 3", "2023-12-31 12:00: daily 4"}},
+			[]string{
+				"2024-01-08 10:50: daily 1", "2024-01-07 23:59: daily 2", "2024-01-01 12:00: daily 3",
+				"2023-12-31 12:00: daily 4",
+			}},
 
-		{"within counts from the newest, not from now, and its end is outside", Retention{KeepWithin: 50 * time.Minute}, late,
+		{"within counts from the newest, not from now, and its end is outside",
+			Retention{KeepWithin: 50 * time.Minute}, late,
 			all("2024-01-08 10:50", "2024-01-08 10:01", "2024-01-08 10:00"),
 			[]string{"2024-01-08 10:50: within 50m", "2024-01-08 10:01: within 50m"}},
 
-		{"one from the future does not move within, and stays", Retention{KeepWithin: 2 * time.Hour}, at("2024-01-08 12:00").Created,
+		{"one from the future does not move within, and stays", Retention{KeepWithin: 2 * time.Hour},
+			at("2024-01-08 12:00").Created,
 			all("2024-06-01 00:00", "2024-01-08 11:00", "2024-01-08 09:30", "2024-01-08 08:00"),
 			[]string{"2024-06-01 00:00: within 2h", "2024-01-08 11:00: within 2h", "2024-01-08 09:30: within 2h"}},
 
-		{"all from the future", Retention{KeepWithin: time.Hour}, at("2020-01-01 00:00").Created, all("2024-01-08 11:00", "2024-01-08 09:00"),
+		{"all from the future", Retention{KeepWithin: time.Hour}, at("2020-01-01 00:00").Created,
+			all("2024-01-08 11:00", "2024-01-08 09:00"),
 			[]string{"2024-01-08 11:00: within 1h", "2024-01-08 09:00: within 1h"}},
 
 		{"pins and protected ones stay and are counted like others", Retention{KeepLast: 2}, late, []Kept{
 			{ID: "d", Created: late.Add(-1), Pinned: true}, {ID: "c", Created: late.Add(-2)},
-			{ID: "b", Created: late.Add(-3)}, {ID: "a", Created: late.Add(-4), Pinned: true, Protected: []string{"head", "tag good"}}},
+			{ID: "b", Created: late.Add(-3)}, {
+				ID: "a", Created: late.Add(-4), Pinned: true, Protected: []string{"head", "tag good"},
+			}},
 			[]string{"d: pinned, last 1", "c: last 2", "a: pinned, head, tag good"}},
 
 		{"each group by itself", Retention{KeepLast: 1}, late, []Kept{
@@ -172,7 +188,10 @@ func TestRetentionBudget(t *testing.T) {
 		{"it fits", Retention{MaxBytes: 31}, "", map[string]string{}},
 		{"one is enough", Retention{MaxBytes: 30}, "", map[string]string{one: reasonBudget}},
 		{"no more than must", Retention{MaxBytes: 28}, "", map[string]string{one: reasonBudget, two: reasonBudget}},
-		{"a pin is passed over", Retention{MaxBytes: 26}, two, map[string]string{one: reasonBudget, three: reasonBudget}},
+		{
+			"a pin is passed over", Retention{MaxBytes: 26}, two,
+			map[string]string{one: reasonBudget, three: reasonBudget},
+		},
 		{"stronger than the rules", Retention{KeepLast: 3, MaxBytes: 16}, "", map[string]string{
 			one: reasonUnkept, two: reasonUnkept, three: reasonBudget, four: reasonBudget}},
 		{"even what stays is too much", Retention{MaxBytes: 1}, three, map[string]string{
@@ -201,13 +220,17 @@ func TestRetentionBudget(t *testing.T) {
 		})
 	}
 	cause := errors.New("no size")
-	if _, err := (Retention{MaxBytes: 1}).Apply(late, list, func([]string) (int64, error) { return 0, cause }); !errors.Is(err, cause) {
+	if _, err := (Retention{MaxBytes: 1}).Apply(late, list, func([]string) (int64, error) {
+		return 0, cause
+	}); !errors.Is(err, cause) {
 		t.Errorf("the error of size: %v", err)
 	}
 }
 
 func TestRetentionInvalid(t *testing.T) {
-	for _, r := range []Retention{{KeepLast: -2}, {KeepHourly: -2}, {KeepDaily: -3}, {KeepWeekly: -9}, {KeepWithin: -1}, {MaxBytes: -1}} {
+	for _, r := range []Retention{
+		{KeepLast: -2}, {KeepHourly: -2}, {KeepDaily: -3}, {KeepWeekly: -9}, {KeepWithin: -1}, {MaxBytes: -1},
+	} {
 		if _, err := r.Apply(late, nil, nil); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%+v: %v", r, err)
 		}
@@ -327,7 +350,8 @@ func TestRetentionProperties(t *testing.T) {
 			}
 			var newest *Kept
 			for i, k := range list {
-				if before[k.ID] && !kept[k.ID] && (newest == nil || k.Created.After(newest.Created) || k.Created.Equal(newest.Created) && k.ID > newest.ID) {
+				if before[k.ID] && !kept[k.ID] && (newest == nil || k.Created.After(newest.Created) ||
+					k.Created.Equal(newest.Created) && k.ID > newest.ID) {
 					newest = &list[i]
 				}
 				if kept[k.ID] && !k.Pinned && len(k.Protected) == 0 && size(kept) > r.MaxBytes {
@@ -390,7 +414,10 @@ func TestRetentionNewer(t *testing.T) {
 		kept := keeps(t, r, late, list, pieces)
 		newer := slices.Clone(list)
 		for i := range rapid.IntRange(1, 5).Draw(t, "newer") {
-			newer = append(newer, Kept{ID: fmt.Sprintf("n%d", i), Group: "a", Created: base.Add(time.Duration(3000*20+rapid.IntRange(0, 5000).Draw(t, "t")) * time.Minute)})
+			newer = append(newer, Kept{
+				ID: fmt.Sprintf("n%d", i), Group: "a", Created: base.Add(time.Duration(3000*20+
+					rapid.IntRange(0, 5000).Draw(t, "t")) * time.Minute),
+			})
 		}
 		after := keeps(t, r, late, newer, pieces)
 		for _, k := range list {
@@ -413,7 +440,9 @@ func TestKeeping(t *testing.T) {
 	pinned[6].Pinned = true
 	pinned[3].Protected = []string{"head"}
 	// The clock was two days ahead until it was set right.
-	ahead := []Kept{auto("2024-01-01 10:02"), auto("2024-01-01 10:01"), auto("2024-01-03 10:00"), auto("2024-01-03 09:59")}
+	ahead := []Kept{
+		auto("2024-01-01 10:02"), auto("2024-01-01 10:01"), auto("2024-01-03 10:00"), auto("2024-01-03 09:59"),
+	}
 	for _, c := range []struct {
 		name string
 		k    Keeping
@@ -427,16 +456,23 @@ func TestKeeping(t *testing.T) {
 			"2024-01-02 10:00: no rule", "2024-01-01 23:00: daily 2", "2024-01-01 10:00: no rule"}},
 		{"or go by theirs", Keeping{All: Retention{KeepLast: 1}, Automatic: Retention{KeepLast: 1}}, list,
 			[]string{"2024-01-03 10:30: last 1", "2024-01-03 10:20: last 1"}},
-		{"-1 keeps all of them", Keeping{All: Retention{KeepLast: 1}, Automatic: Retention{KeepLast: -1}}, list, []string{
-			"2024-01-03 10:30: last 1", "2024-01-03 10:20: last 1", "2024-01-03 10:10: last 2", "2024-01-03 10:00: last 3",
+		{"-1 keeps all of them", Keeping{
+			All: Retention{KeepLast: 1}, Automatic: Retention{KeepLast: -1},
+		}, list, []string{
+			"2024-01-03 10:30: last 1", "2024-01-03 10:20: last 1", "2024-01-03 10:10: last 2",
+			"2024-01-03 10:00: last 3",
 			"2024-01-01 23:00: last 4", "2024-01-01 22:00: last 5"}},
 		{"pins and heads stay", Keeping{Automatic: Retention{KeepLast: 1}}, pinned, []string{
 			"2024-01-03 10:30: last 1", "2024-01-03 10:20: no rule", "2024-01-03 10:00: head",
 			"2024-01-02 10:00: no rule", "2024-01-01 22:00: pinned", "2024-01-01 10:00: no rule"}},
-		{"the last ones are those taken last, whatever the clock said", Keeping{Automatic: Retention{KeepLast: 2}}, ahead,
+		{"the last ones are those taken last, whatever the clock said",
+			Keeping{Automatic: Retention{KeepLast: 2}}, ahead,
 			[]string{"2024-01-01 10:02: last 1", "2024-01-01 10:01: last 2"}},
-		{"the bytes are of all, and the oldest go", Keeping{All: Retention{MaxBytes: 4}, Automatic: Retention{KeepLast: 3}}, list, []string{
-			"2024-01-03 10:30: last 1", "2024-01-03 10:20: no rule", "2024-01-03 10:10: last 2", "2024-01-03 10:00: last 3"}},
+		{"the bytes are of all, and the oldest go", Keeping{
+			All: Retention{MaxBytes: 4}, Automatic: Retention{KeepLast: 3},
+		}, list, []string{
+			"2024-01-03 10:30: last 1", "2024-01-03 10:20: no rule", "2024-01-03 10:10: last 2",
+			"2024-01-03 10:00: last 3"}},
 	} {
 		got, err := c.k.Apply(late, c.list, func(ids []string) (int64, error) { return int64(len(ids)), nil })
 		if err != nil {
@@ -455,7 +491,9 @@ func TestKeeping(t *testing.T) {
 			}
 		}
 	}
-	for _, k := range []Keeping{{Automatic: Retention{KeepLast: -2}}, {All: Retention{KeepDaily: -2}, Automatic: Retention{KeepLast: 1}}} {
+	for _, k := range []Keeping{
+		{Automatic: Retention{KeepLast: -2}}, {All: Retention{KeepDaily: -2}, Automatic: Retention{KeepLast: 1}},
+	} {
 		if _, err := k.Apply(late, list, nil); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%+v: %v", k, err)
 		}

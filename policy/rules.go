@@ -144,7 +144,8 @@ func parsePortRange(s string) (p PortRange, err error) {
 		return p, bad
 	}
 	if i := strings.LastIndexByte(ports, ':'); i >= 0 {
-		if p.IP, err = netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(ports[:i], "["), "]")); err != nil || p.IP.Zone() != "" {
+		if p.IP, err = netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(ports[:i], "["),
+			"]")); err != nil || p.IP.Zone() != "" {
 			return p, bad
 		}
 		p.IP, ports = p.IP.Unmap(), ports[i+1:]
@@ -170,10 +171,14 @@ func parsePorts(s string) (first, last uint16, err error) {
 
 // AllCapabilities are the kernel's, by their numbers.
 var AllCapabilities = []string{
-	"CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "LINUX_IMMUTABLE",
-	"NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER", "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT",
-	"SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE", "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE",
-	"AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP", "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ",
+	"CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID",
+	"SETPCAP", "LINUX_IMMUTABLE",
+	"NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER", "SYS_MODULE",
+	"SYS_RAWIO", "SYS_CHROOT",
+	"SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE", "SYS_RESOURCE", "SYS_TIME",
+	"SYS_TTY_CONFIG", "MKNOD", "LEASE",
+	"AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP", "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM",
+	"BLOCK_SUSPEND", "AUDIT_READ",
 	"PERFMON", "BPF", "CHECKPOINT_RESTORE",
 }
 
@@ -181,7 +186,8 @@ var AllCapabilities = []string{
 // servers and databases need as root. SETFCAP is for packages whose files have capabilities,
 // which rpm fails without.
 var DefaultCapabilities = []string{
-	"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETUID", "SYS_CHROOT",
+	"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "NET_BIND_SERVICE", "SETFCAP", "SETGID",
+	"SETUID", "SYS_CHROOT",
 }
 
 // DockerCapabilities are what Docker gives its containers unasked, sorted. No
@@ -213,7 +219,8 @@ func ExpandCapabilities(names []string) ([]string, error) {
 		case slices.Contains(AllCapabilities, c):
 			set = append(set, c)
 		default:
-			return nil, fmt.Errorf("%.40q is no capability%s", name, didYouMean(c, append([]string{"ALL", "DEFAULT"}, AllCapabilities...)))
+			return nil, fmt.Errorf("%.40q is no capability%s", name,
+				didYouMean(c, append([]string{"ALL", "DEFAULT"}, AllCapabilities...)))
 		}
 	}
 	slices.Sort(set)

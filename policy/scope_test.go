@@ -44,7 +44,8 @@ func work(t *testing.T) (s *Scope, root, outside string) {
 // wantEscape wants the corrective error, which names the working directory.
 func wantEscape(t *testing.T, what string, err error) {
 	t.Helper()
-	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "/work") || len(fault.Hint(err)) != 1 || !strings.Contains(fault.Hint(err)[0], "/work") {
+	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "/work") || len(fault.Hint(err)) != 1 ||
+		!strings.Contains(fault.Hint(err)[0], "/work") {
 		t.Errorf("%s: %v (%v), want an error that names the working directory", what, err, fault.Hint(err))
 	}
 }
@@ -53,8 +54,10 @@ func TestScopeAlias(t *testing.T) {
 	both(t, func(t *testing.T) {
 		s, _, _ := work(t)
 		for name, want := range map[string]string{
-			"": "/work", ".": "/work", "/work": "/work", "/work/": "/work", "src": "/work/src", "./src/../src/a.go": "/work/src/a.go",
-			"/alias": "/work", "/alias/src/a.go": "/work/src/a.go", "loopback/a.go": "/work/src/a.go", "../alias/src": "/work/src", "../work/src": "/work/src",
+			"": "/work", ".": "/work", "/work": "/work", "/work/": "/work", "src": "/work/src",
+			"./src/../src/a.go": "/work/src/a.go",
+			"/alias":            "/work", "/alias/src/a.go": "/work/src/a.go", "loopback/a.go": "/work/src/a.go",
+			"../alias/src": "/work/src", "../work/src": "/work/src",
 		} {
 			at, err := s.Find(name)
 			if err != nil || at.Real != want || s.Name(at.Path) != want {
@@ -73,8 +76,9 @@ func TestScopeNotYetExisting(t *testing.T) {
 	both(t, func(t *testing.T) {
 		s, _, _ := work(t)
 		for name, want := range map[string]string{
-			"new": "/work/new", "new/deep/file": "/work/new/deep/file", "/alias/new/x": "/work/new/x", "loopback/new/x": "/work/src/new/x",
-			"dangling": "/work/src/none", "dangling/y": "/work/src/none/y", "new/../src": "/work/src",
+			"new": "/work/new", "new/deep/file": "/work/new/deep/file", "/alias/new/x": "/work/new/x",
+			"loopback/new/x": "/work/src/new/x",
+			"dangling":       "/work/src/none", "dangling/y": "/work/src/none/y", "new/../src": "/work/src",
 		} {
 			if at, err := s.Find(name); err != nil || at.Real != want {
 				t.Errorf("%q: %+v, %v; want %s", name, at, err, want)
@@ -91,7 +95,10 @@ func TestScopeNotYetExisting(t *testing.T) {
 func TestScopeEscape(t *testing.T) {
 	both(t, func(t *testing.T) {
 		s, _, outside := work(t)
-		for _, name := range []string{"..", "/", "../etc/passwd", "etc/passwd", "/etc/passwd", outside + "/secret", "out/secret", "src/../..", "/workshop", "../../../../home"} {
+		for _, name := range []string{
+			"..", "/", "../etc/passwd", "etc/passwd", "/etc/passwd", outside + "/secret", "out/secret", "src/../..",
+			"/workshop", "../../../../home",
+		} {
 			begun := time.Now()
 			_, err := s.Find(name)
 			wantEscape(t, name, err)
@@ -128,8 +135,9 @@ func TestGlobBase(t *testing.T) {
 	}
 	// An absolute pattern or a .. replaces the base.
 	for pattern, want := range map[string]string{
-		"*.go": "/work/src", "./*.go": "/work/src", "/work/*": "/work", "/alias/src/*": "/work/src", "../*": "/work", "../../alias/*.go": "/work",
-		"/work/src/a.go": "/work/src", "../src/{a,b}.go": "/work/src",
+		"*.go": "/work/src", "./*.go": "/work/src", "/work/*": "/work", "/alias/src/*": "/work/src", "../*": "/work",
+		"../../alias/*.go": "/work",
+		"/work/src/a.go":   "/work/src", "../src/{a,b}.go": "/work/src",
 	} {
 		at, err := s.FindGlob("src", parse(pattern))
 		if pattern == "../../alias/*.go" {
@@ -139,7 +147,9 @@ func TestGlobBase(t *testing.T) {
 			t.Errorf("%s: %+v, %v; want %s", pattern, at, err, want)
 		}
 	}
-	for _, pattern := range []string{"/*", "/etc/*", "../../**/passwd", "../../../../../../etc/*", "/**", "/work/../etc/*", "../etc/*"} {
+	for _, pattern := range []string{
+		"/*", "/etc/*", "../../**/passwd", "../../../../../../etc/*", "/**", "/work/../etc/*", "../etc/*",
+	} {
 		_, err := s.FindGlob("src", parse(pattern))
 		wantEscape(t, pattern, err)
 	}
@@ -148,7 +158,10 @@ func TestGlobBase(t *testing.T) {
 			t.Errorf("%s: %v", pattern, err)
 		}
 	}
-	for _, pattern := range []string{"", "[", "a{b", "x\\", "{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}", strings.Repeat("{a,b}", 1000), strings.Repeat("a", 5000), "a\x00", strings.Repeat("*/", 100)} {
+	for _, pattern := range []string{
+		"", "[", "a{b", "x\\", "{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}{a,b}", strings.Repeat("{a,b}", 1000),
+		strings.Repeat("a", 5000), "a\x00", strings.Repeat("*/", 100),
+	} {
 		if _, err := ParseGlob(pattern); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%.20q: %v", pattern, err)
 		}
@@ -206,7 +219,8 @@ func FuzzGlob(f *testing.F) {
 			t.Fatalf("the base %q is not how %q begins", g.Base, pattern)
 		}
 		// A walk that goes by Below finds all that Match means.
-		if dir, rest, _ := strings.Cut(name, "/"); dir != "" && strings.Trim(rest, "/") != "" && g.Match(name) && !g.Below(dir) {
+		if dir, rest, _ := strings.Cut(name, "/"); dir != "" && strings.Trim(rest, "/") != "" &&
+			g.Match(name) && !g.Below(dir) {
 			t.Fatalf("%q means %q, but %q is not entered", pattern, name, dir)
 		}
 	})
@@ -238,13 +252,15 @@ func TestWalkBounds(t *testing.T) {
 		return names, cut
 	}
 	all, cut := walk(Limits{Entries: 1000, Depth: 100, Time: time.Minute}, nil)
-	if len(all) != 50+20+8 || cut != "" || !slices.Contains(all, "src/a.go") || slices.Contains(all, "out/secret") || slices.Contains(all, "etc/passwd") {
+	if len(all) != 50+20+8 || cut != "" || !slices.Contains(all, "src/a.go") || slices.Contains(all, "out/secret") ||
+		slices.Contains(all, "etc/passwd") {
 		t.Errorf("%d entries, cut %q: %v", len(all), cut, all)
 	}
 	if names, cut := walk(Limits{Entries: 30, Depth: 100, Time: time.Minute}, nil); len(names) > 30 || cut == "" {
 		t.Errorf("%d entries, cut %q", len(names), cut)
 	}
-	if names, cut := walk(Limits{Entries: 1000, Depth: 3, Time: time.Minute}, nil); !slices.Contains(names, "deep/d/d/d") || slices.Contains(names, "deep/d/d/d/d") || cut == "" || !slices.Contains(names, "src/49") {
+	if names, cut := walk(Limits{Entries: 1000, Depth: 3, Time: time.Minute}, nil); !slices.Contains(names,
+		"deep/d/d/d") || slices.Contains(names, "deep/d/d/d/d") || cut == "" || !slices.Contains(names, "src/49") {
 		t.Errorf("%v, cut %q", names, cut)
 	}
 	if names, cut := walk(Limits{Entries: 1000, Depth: 100, Time: time.Nanosecond}, nil); len(names) > 1 || cut == "" {
@@ -260,7 +276,9 @@ func TestWalkBounds(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := s.Walk(ctx, "/", Limits{1000, 10, time.Minute}, nil, func(Entry) error { return nil }); !errors.Is(err, context.Canceled) {
+	if _, err := s.Walk(ctx, "/", Limits{1000, 10, time.Minute}, nil, func(Entry) error {
+		return nil
+	}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
 }
@@ -275,7 +293,8 @@ func TestWriteFile(t *testing.T) {
 		t.Errorf("%v, %v", fi, err)
 	}
 	old := root + "/work/src/a.go"
-	if err := errors.Join(os.Chown(old, 1234, 4321), os.Chmod(old, 0o751|fs.ModeSetgid), unix.Setxattr(old, "user.x", []byte("y"), 0), os.Link(old, root+"/work/hard")); err != nil {
+	if err := errors.Join(os.Chown(old, 1234, 4321), os.Chmod(old, 0o751|fs.ModeSetgid),
+		unix.Setxattr(old, "user.x", []byte("y"), 0), os.Link(old, root+"/work/hard")); err != nil {
 		t.Fatal(err)
 	}
 	if err := put("/src/a.go"); err != nil {
@@ -295,7 +314,10 @@ func TestWriteFile(t *testing.T) {
 	if err := unix.Mkfifo(root+"/work/fifo", 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for name, want := range map[string]error{"/out": unix.ELOOP, "/dangling": unix.ELOOP, "/fifo": fault.ErrDenied, "/src": unix.EISDIR, "/": unix.EISDIR, "/none/x": fault.ErrNotFound, "/out/made": fault.ErrNotFound} {
+	for name, want := range map[string]error{
+		"/out": unix.ELOOP, "/dangling": unix.ELOOP, "/fifo": fault.ErrDenied, "/src": unix.EISDIR, "/": unix.EISDIR,
+		"/none/x": fault.ErrNotFound, "/out/made": fault.ErrNotFound,
+	} {
 		if err := put(name); !errors.Is(err, want) {
 			t.Errorf("%s: %v, want %v", name, err, want)
 		}

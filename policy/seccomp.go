@@ -115,15 +115,18 @@ func checkAction(a specs.LinuxSeccompAction) error {
 
 var (
 	seccompActions = []specs.LinuxSeccompAction{
-		specs.ActAllow, specs.ActErrno, specs.ActKill, specs.ActKillProcess, specs.ActKillThread, specs.ActLog, specs.ActTrap,
+		specs.ActAllow, specs.ActErrno, specs.ActKill, specs.ActKillProcess, specs.ActKillThread,
+		specs.ActLog, specs.ActTrap,
 	}
 	seccompOperators = []specs.LinuxSeccompOperator{
-		specs.OpEqualTo, specs.OpNotEqual, specs.OpGreaterThan, specs.OpGreaterEqual, specs.OpLessThan, specs.OpLessEqual, specs.OpMaskedEqual,
+		specs.OpEqualTo, specs.OpNotEqual, specs.OpGreaterThan, specs.OpGreaterEqual, specs.OpLessThan,
+		specs.OpLessEqual, specs.OpMaskedEqual,
 	}
 )
 
 // allowsSeccomp reports whether a profile is among those allowed. A policy that allows unconfined
 // allows any profile.
 func (r *Rules) allowsSeccomp(profile string) bool {
-	return slices.Contains(r.Seccomp, profile) || digestRE().MatchString(profile) && slices.Contains(r.Seccomp, SeccompUnconfined)
+	return slices.Contains(r.Seccomp, profile) || digestRE().MatchString(profile) &&
+		slices.Contains(r.Seccomp, SeccompUnconfined)
 }

@@ -37,13 +37,15 @@ func TestParseSeccomp(t *testing.T) {
 		`{"defaultAction": "SCMP_ACT_ALLOW", "architectures": ["SCMP_ARCH_X86"], "archMap": [{"architecture": ""}]}`: "exclude each other",
 		rule(`null`):                         "syscalls[0]: null",
 		rule(`{"action": "SCMP_ACT_ALLOW"}`): "either name or names",
-		rule(`{"names": ["a"], "name": "b", "action": "SCMP_ACT_ALLOW"}`):                                   "either name or names",
-		rule(`{"names": ["a"], "actoin": "SCMP_ACT_ALLOW"}`):                                                "unknown field",
-		rule(`{"names": ["a"], "action": "SCMP_ACT_ALLOW", "args": [{"index": 6, "op": "SCMP_CMP_EQ"}]}`):   "6 arguments",
-		rule(`{"names": ["a"], "action": "SCMP_ACT_ALLOW", "args": [{"index": 0, "op": "="}]}`):             "none of",
-		rule(`{"names": ["a"], "action": "SCMP_ACT_ALLOW", "includes": {"minKernel": "x"}}`):                "kernel version",
-		rule(`{"names": ["a` + strings.Repeat(`","a`, maxSyscallNames) + `"], "action": "SCMP_ACT_ALLOW"}`): "names of system calls",
-		strings.Repeat(" ", MaxSeccomp+1):                                                                   "larger than",
+		rule(`{"names": ["a"], "name": "b", "action": "SCMP_ACT_ALLOW"}`):                                 "either name or names",
+		rule(`{"names": ["a"], "actoin": "SCMP_ACT_ALLOW"}`):                                              "unknown field",
+		rule(`{"names": ["a"], "action": "SCMP_ACT_ALLOW", "args": [{"index": 6, "op": "SCMP_CMP_EQ"}]}`): "6 arguments",
+		rule(`{"names": ["a"], "action": "SCMP_ACT_ALLOW", "args": [{"index": 0, "op": "="}]}`):           "none of",
+		rule(`{"names": ["a"], "action": "SCMP_ACT_ALLOW", "includes": {"minKernel": "x"}}`):              "kernel version",
+		rule(`{"names": ["a` + strings.Repeat(`","a`, maxSyscallNames) +
+			`"], "action": "SCMP_ACT_ALLOW"}`): "names of system calls",
+		strings.Repeat(" ", MaxSeccomp+
+			1): "larger than",
 	} {
 		if _, err := ParseSeccomp(text); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), want) {
 			t.Errorf("%.120s: %v, not %s", text, err, want)

@@ -48,7 +48,9 @@ type walker struct {
 // none). From fn, fs.SkipDir keeps the walk out of a directory and fs.SkipAll ends it. Files that
 // cannot be read are passed over. Cut names the limit that ended the walk, if one did; that is no
 // error.
-func (j *Jail) Walk(ctx context.Context, name string, limits Limits, leave func(magic int64) bool, fn func(Entry) error) (cut string, err error) {
+func (j *Jail) Walk(
+	ctx context.Context, name string, limits Limits, leave func(magic int64) bool, fn func(Entry) error,
+) (cut string, err error) {
 	h, err := j.Handle(name, true)
 	if err != nil {
 		return "", err
@@ -165,7 +167,9 @@ func describe(dir *os.File, rel, name string) (e Entry, dev uint64, ok bool) {
 	if err := unix.Fstatat(int(dir.Fd()), name, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil {
 		return e, 0, false
 	}
-	return Entry{Path: rel, Mode: fileMode(st.Mode), Size: st.Size, Mtime: time.Unix(st.Mtim.Unix()), dir: dir, name: name}, st.Dev, true
+	return Entry{
+		Path: rel, Mode: fileMode(st.Mode), Size: st.Size, Mtime: time.Unix(st.Mtim.Unix()), dir: dir, name: name,
+	}, st.Dev, true
 }
 
 func fileMode(mode uint32) fs.FileMode {
@@ -184,7 +188,9 @@ func fileMode(mode uint32) fs.FileMode {
 	case unix.S_IFBLK:
 		m |= fs.ModeDevice
 	}
-	for bit, flag := range map[uint32]fs.FileMode{unix.S_ISUID: fs.ModeSetuid, unix.S_ISGID: fs.ModeSetgid, unix.S_ISVTX: fs.ModeSticky} {
+	for bit, flag := range map[uint32]fs.FileMode{
+		unix.S_ISUID: fs.ModeSetuid, unix.S_ISGID: fs.ModeSetgid, unix.S_ISVTX: fs.ModeSticky,
+	} {
 		if mode&bit != 0 {
 			m |= flag
 		}

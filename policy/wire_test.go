@@ -23,11 +23,13 @@ func TestPolicyAsJSON(t *testing.T) {
 		if err := json.Unmarshal(data, &got); err != nil {
 			t.Fatal(err)
 		}
-		if got.Rules.Digest() != p.Rules.Digest() || !reflect.DeepEqual(got.origin, p.origin) || got.Name != p.Name || got.File != p.File {
+		if got.Rules.Digest() != p.Rules.Digest() || !reflect.DeepEqual(got.origin, p.origin) ||
+			got.Name != p.Name || got.File != p.File {
 			t.Errorf("%s: %+v, want %+v", name, got, *p)
 		}
 	}
-	if err := json.Unmarshal([]byte(`{"name":"x","rules":{"nonsense":1}}`), new(Policy)); !errors.Is(err, fault.ErrInvalid) {
+	if err := json.Unmarshal([]byte(`{"name":"x","rules":{"nonsense":1}}`),
+		new(Policy)); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
 }

@@ -42,7 +42,8 @@ func (j *Jail) WriteFile(name string, data []byte, perm fs.FileMode) error {
 	switch {
 	case err == nil:
 		return nil
-	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM), errors.Is(err, unix.EBUSY), errors.Is(err, unix.EXDEV), errors.Is(err, unix.ENOTSUP):
+	case errors.Is(err, unix.EACCES), errors.Is(err, unix.EPERM), errors.Is(err, unix.EBUSY),
+		errors.Is(err, unix.EXDEV), errors.Is(err, unix.ENOTSUP):
 		err = overwrite(old, data)
 	}
 	return fail("write", name, err)

@@ -66,11 +66,13 @@ type ForkOptions struct {
 	Labels     map[string]string `json:"labels"`
 	NoStart    bool              `json:"no_start"` // create them without starting them
 	Secrets    []Secret          `json:"secrets"`  // sources of secrets, instead of the origin's
-	Lease      string            `json:"lease"`    // the lease that they are removed with; empty: none, whatever the origin has
-	Group      string            `json:"group"`    // a name that they share
-	Foreign    bool              `json:"foreign"`  // without Checkpoint, for a removed sandbox: the newest may be a foreign one
-	Grants     Grants            `json:"grants"`   // what the spec of a foreign checkpoint gets
-	Progress   Steps             `json:"-"`
+	// the lease that they are removed with; empty: none, whatever the origin has
+	Lease string `json:"lease"`
+	Group string `json:"group"` // a name that they share
+	// without Checkpoint, for a removed sandbox: the newest may be a foreign one
+	Foreign  bool   `json:"foreign"`
+	Grants   Grants `json:"grants"` // what the spec of a foreign checkpoint gets
+	Progress Steps  `json:"-"`
 }
 
 // Forked reports one fork.
@@ -269,8 +271,9 @@ type HistoryEntry struct {
 	Head     bool     `json:"head"`     // the sandbox was last at this one
 	// ParentDeleted: the parent was deleted; Parent is its nearest remaining ancestor.
 	ParentDeleted bool         `json:"parent_deleted"`
-	Forks         []ForkedInto `json:"forks"`             // sandboxes that were forked from here, by name
-	Effects       []Effect     `json:"effects,omitempty"` // effects outside the sandbox while it was at this one, newest first
+	Forks         []ForkedInto `json:"forks"` // sandboxes that were forked from here, by name
+	// effects outside the sandbox while it was at this one, newest first
+	Effects []Effect `json:"effects,omitempty"`
 }
 
 // ForkedInto is a fork in the history of its origin. The fork may have been removed
@@ -325,8 +328,9 @@ const DiffImage = "image"
 // DiffRequest asks what changed in a sandbox's files.
 type DiffRequest struct {
 	Sandbox string `json:"sandbox"`
-	From    string `json:"from"` // a checkpoint, or DiffImage; empty: the head checkpoint, and the image when there is none
-	To      string `json:"to"`   // a checkpoint, or DiffImage; empty: the files as they are now
+	// a checkpoint, or DiffImage; empty: the head checkpoint, and the image when there is none
+	From string `json:"from"`
+	To   string `json:"to"` // a checkpoint, or DiffImage; empty: the files as they are now
 
 	Paranoid  bool `json:"paranoid"`   // read every file again; see overlay.DiffOptions
 	NoRenames bool `json:"no_renames"` // a renamed file is one deleted and one added
@@ -371,7 +375,8 @@ type Change struct {
 	Change  string `json:"change"`
 	From    string `json:"from,omitempty"`
 	FromB64 string `json:"from_b64,omitempty"` // the _b64 members are there, in base64, where the name is not UTF-8
-	Type    string `json:"type"`               // dir, file, symlink, fifo, socket, char or block; of what is there, or was
+	// dir, file, symlink, fifo, socket, char or block; of what is there, or was
+	Type string `json:"type"`
 	// What tells in which respects: content, target, device, mode, owner,
 	// xattrs, mtime; type for T.
 	What []string   `json:"what,omitempty"`

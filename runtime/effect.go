@@ -47,8 +47,9 @@ type Effect struct {
 
 // EffectRequest asks for an entry in the ledger.
 type EffectRequest struct {
-	Command   []string      `json:"command"` // the undo command: a program of the host, run by root, and its arguments; there is no shell
-	Group     string        `json:"group"`   // effects of one group are compensated together
+	// the undo command: a program of the host, run by root, and its arguments; there is no shell
+	Command   []string      `json:"command"`
+	Group     string        `json:"group"` // effects of one group are compensated together
 	Label     string        `json:"label"`
 	OnFailure string        `json:"on_failure"` // empty: OnFailureAbort
 	Timeout   time.Duration `json:"timeout_ns"` // 0: 30 s; at most 10 min

@@ -24,7 +24,10 @@ const (
 )
 
 // EventTypes lists all types.
-var EventTypes = []string{EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld, EventLease, EventReconciled, EventRestarted, EventGivenUp, EventHostFiles}
+var EventTypes = []string{
+	EventDenied, EventOOM, EventPids, EventStorage, EventExpired, EventIdle, EventEffect, EventRestore, EventHeld,
+	EventLease, EventReconciled, EventRestarted, EventGivenUp, EventHostFiles,
+}
 
 // Event is something that happened to a sandbox without a command of its owner: the
 // documented JSON of `agentbox events`; it only ever grows. The kernel reports the
@@ -49,14 +52,16 @@ type Event struct {
 	Effect     string `json:"effect,omitempty"`     // its id
 	Checkpoint string `json:"checkpoint,omitempty"` // that was being restored
 
-	Count   int64     `json:"count,omitempty"`    // oom, pids-limit: how many since the event of the type before it; restarted: how often since its owner started it
+	// oom, pids-limit: how many since the event of the type before it; restarted: how often since its owner started it
+	Count   int64     `json:"count,omitempty"`
 	Total   int64     `json:"total,omitempty"`    // oom, pids-limit: how many since Started
 	Started time.Time `json:"started,omitzero"`   // oom, pids-limit: when it was started
 	Used    int64     `json:"used,omitempty"`     // storage-limit: bytes that its files took, at least
 	Refused bool      `json:"refused,omitempty"`  // storage-limit: the kernel refused more; else it was killed
 	Limit   int64     `json:"limit,omitempty"`    // bytes (oom, storage-limit) or processes (pids-limit)
 	After   int64     `json:"after_ns,omitempty"` // expired: its ttl; idle: for how long nothing had gone on
-	Exit    *int      `json:"exit,omitempty"`     // reconciled, restarted, given-up: the exit code that it had ended with
+	// reconciled, restarted, given-up: the exit code that it had ended with
+	Exit *int `json:"exit,omitempty"`
 }
 
 // EventOptions select what Events returns.

@@ -18,7 +18,8 @@ type ImageService interface {
 	// PushImage writes an image to the reference to; empty: to the registry in the
 	// image's own name.
 	PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (PushedImage, error)
-	ImportImage(ctx context.Context, name, source string) (Image, error) // source: a tarball, a directory, "-" is not one
+	// source: a tarball, a directory, "-" is not one
+	ImportImage(ctx context.Context, name, source string) (Image, error)
 	ImportImageFrom(ctx context.Context, name string, r io.Reader) (Image, error)
 	Images(ctx context.Context) ([]Image, error)
 	InspectImage(ctx context.Context, ref string) (ImageDetails, error)
@@ -78,23 +79,25 @@ type PrunedImages struct {
 
 // CommitOptions modify Commit.
 type CommitOptions struct {
-	Author  string              `json:"author"`
-	Message string              `json:"message"`
-	Changes []string            `json:"changes"` // instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
+	Author  string `json:"author"`
+	Message string `json:"message"`
+	// instructions of a Dockerfile: CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL
+	Changes []string            `json:"changes"`
 	Created time.Time           `json:"created"` // zero: the checkpoint's, or now
 	Source  image.SourceOptions `json:"source"`
 }
 
 // Committed is the documented JSON of `agentbox commit`; it only ever grows.
 type Committed struct {
-	Reference   string   `json:"reference"`
-	Digest      string   `json:"digest"`             // of the image's configuration
-	Manifest    string   `json:"manifest,omitempty"` // digest of its manifest; none for an image that stays on this host
-	Base        string   `json:"base"`               // digest of the image below
-	Layer       string   `json:"layer"`              // digest of the layer's tar archive
-	LayerBytes  int64    `json:"layer_bytes"`        // unpacked
-	LayerSize   int64    `json:"layer_size"`         // compressed
-	Sandbox     string   `json:"sandbox"`            // its id
+	Reference string `json:"reference"`
+	Digest    string `json:"digest"` // of the image's configuration
+	// digest of its manifest; none for an image that stays on this host
+	Manifest    string   `json:"manifest,omitempty"`
+	Base        string   `json:"base"`        // digest of the image below
+	Layer       string   `json:"layer"`       // digest of the layer's tar archive
+	LayerBytes  int64    `json:"layer_bytes"` // unpacked
+	LayerSize   int64    `json:"layer_size"`  // compressed
+	Sandbox     string   `json:"sandbox"`     // its id
 	SandboxName string   `json:"sandbox_name"`
 	Checkpoint  string   `json:"checkpoint,omitempty"` // its id; none for the present state of a sandbox
 	Notes       []string `json:"notes"`                // what an image cannot contain and was left out

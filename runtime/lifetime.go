@@ -6,7 +6,8 @@ import (
 
 // Lifetime bounds how long a sandbox lives; zero means no bound.
 type Lifetime struct {
-	TTL   time.Duration `json:"ttl_ns,omitempty"`  // the sandbox is stopped this long after Begun, and cannot be started again
+	// the sandbox is stopped this long after Begun, and cannot be started again
+	TTL   time.Duration `json:"ttl_ns,omitempty"`
 	Idle  time.Duration `json:"idle_ns,omitempty"` // it is stopped when it has been idle for this long
 	Begun Moment        `json:"begun,omitzero"`    // when it was created, or given the TTL
 }
@@ -74,10 +75,11 @@ type Restarts struct {
 
 // StorageHit records that a sandbox's files have reached their limit.
 type StorageHit struct {
-	Time    time.Time `json:"time"`
-	Used    int64     `json:"used"` // at least
-	Limit   int64     `json:"limit"`
-	Refused bool      `json:"refused,omitempty"` // the kernel refuses more, and the sandbox goes on; otherwise it was killed
+	Time  time.Time `json:"time"`
+	Used  int64     `json:"used"` // at least
+	Limit int64     `json:"limit"`
+	// the kernel refuses more, and the sandbox goes on; otherwise it was killed
+	Refused bool `json:"refused,omitempty"`
 }
 
 // StorageChange is what UpdateStorage changes.

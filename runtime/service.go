@@ -75,7 +75,8 @@ type Local interface {
 
 // CreateRequest asks for a sandbox. Empty fields take the image's values, then defaults.
 type CreateRequest struct {
-	Spec       Spec              `json:"spec"`       // ID and ImageDigest are filled in; Args is the command without the entrypoint
+	// ID and ImageDigest are filled in; Args is the command without the entrypoint
+	Spec       Spec              `json:"spec"`
 	Entrypoint []string          `json:"entrypoint"` // nil: the image's
 	Pull       image.PullOptions `json:"pull"`
 
@@ -117,17 +118,21 @@ type Sandbox struct {
 	Finished    time.Time         `json:"finished,omitzero"`
 	Labels      map[string]string `json:"labels"`
 	Address     string            `json:"address,omitempty"`
-	Expires     time.Time         `json:"expires,omitzero"`     // when its --ttl is over, as far as the clock stays
-	Expired     bool              `json:"expired,omitempty"`    // its TTL is over, and it cannot be started
-	OOMKilled   bool              `json:"oom_killed,omitempty"` // it has exited, and the kernel killed one of its processes for lack of memory
-	Limits      *LimitHits        `json:"limit_hits,omitempty"` // by Service.Sandbox only
-	Restarts    *Restarts         `json:"restarts,omitempty"`   // of one with a restart policy
-	Kept        bool              `json:"kept,omitempty"`       // an --rm sandbox that stays when it exits, because a restore or a restart of it failed
-	Held        string            `json:"held,omitempty"`       // why it is on hold: a restore of it failed; see Service.ReleaseHold
-	Lease       string            `json:"lease,omitempty"`      // id of the lease that it is removed with
-	Group       string            `json:"group,omitempty"`
-	Work        *Work             `json:"work,omitempty"` // the checkpoint or restore that is under way, by Service.Sandboxes only
-	Spec        Spec              `json:"spec"`
+	Expires     time.Time         `json:"expires,omitzero"`  // when its --ttl is over, as far as the clock stays
+	Expired     bool              `json:"expired,omitempty"` // its TTL is over, and it cannot be started
+	// it has exited, and the kernel killed one of its processes for lack of memory
+	OOMKilled bool       `json:"oom_killed,omitempty"`
+	Limits    *LimitHits `json:"limit_hits,omitempty"` // by Service.Sandbox only
+	Restarts  *Restarts  `json:"restarts,omitempty"`   // of one with a restart policy
+	// an --rm sandbox that stays when it exits, because a restore or a restart of it failed
+	Kept bool `json:"kept,omitempty"`
+	// why it is on hold: a restore of it failed; see Service.ReleaseHold
+	Held  string `json:"held,omitempty"`
+	Lease string `json:"lease,omitempty"` // id of the lease that it is removed with
+	Group string `json:"group,omitempty"`
+	// the checkpoint or restore that is under way, by Service.Sandboxes only
+	Work *Work `json:"work,omitempty"`
+	Spec Spec  `json:"spec"`
 }
 
 // LimitHits counts how often a sandbox has hit its limits since it was last started.
@@ -171,11 +176,12 @@ type Checkpoint struct {
 	Added       int64             `json:"added"`     // bytes that it added to the store
 	Unchanged   bool              `json:"unchanged"` // it added none
 	Pinned      bool              `json:"pinned"`
-	Lease       string            `json:"lease,omitempty"` // id of the lease that it is removed with, unless it is pinned
-	Tags        []string          `json:"tags,omitempty"`
-	Damaged     string            `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
-	Warnings    []string          `json:"warnings,omitempty"`
-	Attached    []AttachedFile    `json:"attached,omitempty"` // files of the host that belong to it
+	// id of the lease that it is removed with, unless it is pinned
+	Lease    string         `json:"lease,omitempty"`
+	Tags     []string       `json:"tags,omitempty"`
+	Damaged  string         `json:"damaged,omitempty"` // what the last Verify found; restored only with Salvage
+	Warnings []string       `json:"warnings,omitempty"`
+	Attached []AttachedFile `json:"attached,omitempty"` // files of the host that belong to it
 
 	// Foreign: it was imported or pulled, or its origin is unknown. Its spec is then only
 	// a request: Command is the command that it would run, and Asks lists what a restore
@@ -253,11 +259,12 @@ type RestoreOptions struct {
 	Trigger   string            `json:"trigger"`
 	Labels    map[string]string `json:"labels"`
 	FilesOnly bool              `json:"files_only"` // leave the processes of a full checkpoint out
-	Verify    bool              `json:"verify"`     // read every file, regardless of its times, and prove it against the manifest before the start
-	Undo      bool              `json:"undo"`       // to the state that the last restore replaced
-	NoUndo    bool              `json:"no_undo"`    // keep no undo checkpoint of the present state
-	Salvage   bool              `json:"salvage"`    // restore what is intact of a damaged checkpoint
-	NoEffects bool              `json:"no_effects"` // compensate none of what came after it; see Effect
+	// read every file, regardless of its times, and prove it against the manifest before the start
+	Verify    bool `json:"verify"`
+	Undo      bool `json:"undo"`       // to the state that the last restore replaced
+	NoUndo    bool `json:"no_undo"`    // keep no undo checkpoint of the present state
+	Salvage   bool `json:"salvage"`    // restore what is intact of a damaged checkpoint
+	NoEffects bool `json:"no_effects"` // compensate none of what came after it; see Effect
 	// Timeout bounds the restore, its processes included; 0: only CRIU's part is bounded.
 	Timeout time.Duration `json:"timeout_ns"`
 
@@ -304,8 +311,9 @@ type Restored struct {
 	Changed    int           `json:"changed"`        // number of changed paths in the upperdir
 	Lost       []string      `json:"lost,omitempty"` // what Salvage could not restore
 	Down       time.Duration `json:"down_ns"`        // from the end of the old processes to the start of the new ones
-	Files      time.Duration `json:"files_ns"`       // time for the files: undo checkpoint, comparison, swap, proof, sync
-	Warnings   []string      `json:"warnings,omitempty"`
+	// time for the files: undo checkpoint, comparison, swap, proof, sync
+	Files    time.Duration `json:"files_ns"`
+	Warnings []string      `json:"warnings,omitempty"`
 	// Attached lists the checkpoint's attached files.
 	Attached []RestoredFile `json:"attached,omitempty"`
 

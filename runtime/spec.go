@@ -14,31 +14,34 @@ import (
 // Spec is the requested configuration of a sandbox. It is stored with the sandbox and
 // with each of its checkpoints, so its JSON form only ever grows.
 type Spec struct {
-	ID          string            `json:"id"`                     // 32 lower-case hex digits
-	Name        string            `json:"name"`                   // unique on this root
-	Image       string            `json:"image"`                  // as the user named it
-	ImageDigest string            `json:"image_digest"`           // what it resolved to
-	ImageSource string            `json:"image_source,omitempty"` // where to pull it again: REPOSITORY@DIGEST
-	Args        []string          `json:"args"`                   // the command, entrypoint included
-	Env         []string          `json:"env,omitempty"`
-	Workdir     string            `json:"workdir"`        // absolute, inside the sandbox
-	User        string            `json:"user,omitempty"` // name|uid[:group|gid], looked up inside the sandbox
-	Hostname    string            `json:"hostname"`
-	Terminal    bool              `json:"terminal,omitempty"`
-	OpenStdin   bool              `json:"open_stdin,omitempty"`
-	Init        bool              `json:"init,omitempty"`        // a small init reaps zombies and passes signals on
-	ReadOnly    bool              `json:"read_only,omitempty"`   // the root filesystem is mounted read-only
-	AutoRemove  bool              `json:"auto_remove,omitempty"` // --rm
-	StopSignal  string            `json:"stop_signal,omitempty"` // default SIGTERM
-	Mounts      []Mount           `json:"mounts,omitempty"`
-	Secrets     []Secret          `json:"secrets,omitempty"` // files of SecretsDir
-	Volumes     []string          `json:"volumes,omitempty"` // directories that the image declares: made when missing, part of checkpoints; with docker an engine's volume each
-	Network     Network           `json:"network"`
-	Resources   Resources         `json:"resources"`
-	Security    Security          `json:"security,omitzero"`
-	IDs         *idmap.Map        `json:"ids,omitempty"`      // of its user namespace on the host; nil: it is in the host's own
-	HostIDs     string            `json:"host_ids,omitempty"` // why it is in the host's own, where it could have been in another
-	Labels      map[string]string `json:"labels,omitempty"`
+	ID          string   `json:"id"`                     // 32 lower-case hex digits
+	Name        string   `json:"name"`                   // unique on this root
+	Image       string   `json:"image"`                  // as the user named it
+	ImageDigest string   `json:"image_digest"`           // what it resolved to
+	ImageSource string   `json:"image_source,omitempty"` // where to pull it again: REPOSITORY@DIGEST
+	Args        []string `json:"args"`                   // the command, entrypoint included
+	Env         []string `json:"env,omitempty"`
+	Workdir     string   `json:"workdir"`        // absolute, inside the sandbox
+	User        string   `json:"user,omitempty"` // name|uid[:group|gid], looked up inside the sandbox
+	Hostname    string   `json:"hostname"`
+	Terminal    bool     `json:"terminal,omitempty"`
+	OpenStdin   bool     `json:"open_stdin,omitempty"`
+	Init        bool     `json:"init,omitempty"`        // a small init reaps zombies and passes signals on
+	ReadOnly    bool     `json:"read_only,omitempty"`   // the root filesystem is mounted read-only
+	AutoRemove  bool     `json:"auto_remove,omitempty"` // --rm
+	StopSignal  string   `json:"stop_signal,omitempty"` // default SIGTERM
+	Mounts      []Mount  `json:"mounts,omitempty"`
+	Secrets     []Secret `json:"secrets,omitempty"` // files of SecretsDir
+	// directories that the image declares: made when missing, part of checkpoints; with docker an engine's volume each
+	Volumes   []string  `json:"volumes,omitempty"`
+	Network   Network   `json:"network"`
+	Resources Resources `json:"resources"`
+	Security  Security  `json:"security,omitzero"`
+	// of its user namespace on the host; nil: it is in the host's own
+	IDs *idmap.Map `json:"ids,omitempty"`
+	// why it is in the host's own, where it could have been in another
+	HostIDs string            `json:"host_ids,omitempty"`
+	Labels  map[string]string `json:"labels,omitempty"`
 
 	// CheckpointEvery asks for automatic checkpoints: "exec" for one before each Exec,
 	// a time.Duration such as "5m0s", or both: "exec,5m0s". See policy.ParseEvery.
@@ -115,8 +118,9 @@ type Port struct {
 
 // Resources are limits; zero means none.
 type Resources struct {
-	Memory  int64   `json:"memory,omitempty"`  // bytes
-	Swap    int64   `json:"swap,omitempty"`    // bytes on top of Memory, where that is limited; 0: none, negative: no limit
+	Memory int64 `json:"memory,omitempty"` // bytes
+	// bytes on top of Memory, where that is limited; 0: none, negative: no limit
+	Swap    int64   `json:"swap,omitempty"`
 	CPUs    float64 `json:"cpus,omitempty"`    // cores
 	Pids    int64   `json:"pids,omitempty"`    // processes and threads
 	IO      int64   `json:"io,omitempty"`      // bytes a second read, and as many written, on the disk of the upperdir
@@ -127,11 +131,14 @@ type Resources struct {
 type Security struct {
 	Capabilities    []string `json:"capabilities,omitzero"` // at most these, without CAP_; nil: the default ones
 	NoNewPrivileges bool     `json:"no_new_privileges,omitempty"`
-	NewPrivileges   bool     `json:"new_privileges,omitempty"`  // requested; otherwise a policy grants none
-	Seccomp         string   `json:"seccomp,omitempty"`         // "unconfined", or the digest of SeccompProfile; empty: the default profile
-	SeccompProfile  string   `json:"seccomp_profile,omitempty"` // the text of a file, as Docker has it; lists of sandboxes leave it out
-	AppArmor        string   `json:"apparmor,omitempty"`        // a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
-	IOUring         bool     `json:"io_uring,omitempty"`        // otherwise the kernel appears to have none
+	NewPrivileges   bool     `json:"new_privileges,omitempty"` // requested; otherwise a policy grants none
+	// "unconfined", or the digest of SeccompProfile; empty: the default profile
+	Seccomp string `json:"seccomp,omitempty"`
+	// the text of a file, as Docker has it; lists of sandboxes leave it out
+	SeccompProfile string `json:"seccomp_profile,omitempty"`
+	// a profile, or "unconfined"; empty: the usual one, where the host has AppArmor
+	AppArmor string `json:"apparmor,omitempty"`
+	IOUring  bool   `json:"io_uring,omitempty"` // otherwise the kernel appears to have none
 }
 
 // Policy is the policy of a sandbox, as it was when the sandbox was created.

@@ -30,7 +30,8 @@ const (
 const PhaseForking Phase = "forking"
 
 // Phases lists all phases.
-var Phases = []Phase{PhaseFiles, PhaseProcesses, PhaseStoring, PhaseSyncing, PhaseImages, PhaseLooking, PhaseStaging, PhaseEffects,
+var Phases = []Phase{PhaseFiles, PhaseProcesses, PhaseStoring, PhaseSyncing, PhaseImages, PhaseLooking,
+	PhaseStaging, PhaseEffects,
 	PhaseStopping, PhasePutting, PhaseProving, PhaseStarting, PhaseHostFiles, PhaseForking}
 
 // Step is the phase that a verb is in, and its progress.

@@ -141,7 +141,8 @@ func TestServicePanics(t *testing.T) {
 			if err := verb(t.Context(), c); err == nil || !strings.Contains(err.Error(), "panic: failpoint "+at) {
 				t.Errorf("it ends with %v", err)
 			}
-			if _, err := c.Exec(t.Context(), "other", runtime.Process{Args: []string{"true"}}, runtime.Streams{}); err != nil {
+			if _, err := c.Exec(t.Context(), "other", runtime.Process{Args: []string{"true"}},
+				runtime.Streams{}); err != nil {
 				t.Errorf("another sandbox: %v", err)
 			}
 			sb, err := c.Sandbox(t.Context(), "c")
@@ -190,7 +191,9 @@ func TestServiceRevives(t *testing.T) {
 			_, rest, _ := strings.Cut(string(data), ") ")
 			if field := strings.Fields(rest); len(field) > 1 && field[1] == strconv.Itoa(cmd.Process.Pid) {
 				args, _ := os.ReadFile(filepath.Join(filepath.Dir(f), "cmdline"))
-				list = append(list, []string{field[0], strings.ReplaceAll(string(args), "\x00", " "), filepath.Base(filepath.Dir(f))})
+				list = append(list, []string{
+					field[0], strings.ReplaceAll(string(args), "\x00", " "), filepath.Base(filepath.Dir(f)),
+				})
 			}
 		}
 		return list
@@ -288,7 +291,9 @@ func TestServiceContract(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
 	_, socket := b.serve()
-	h := http.Client{Transport: &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", socket) }}}
+	h := http.Client{Transport: &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
+		return net.Dial("unix", socket)
+	}}}
 	defer h.CloseIdleConnections()
 	call := func(method, path, body string) (int, string, []byte) {
 		t.Helper()
@@ -317,7 +322,9 @@ func TestServiceContract(t *testing.T) {
 		Components struct{ Schemas json.RawMessage }
 	}
 	// The document's references, as a schema of its own has them.
-	if err := json.Unmarshal(bytes.ReplaceAll(raw, []byte("#/components/schemas/"), []byte("#/$defs/")), &doc); err != nil {
+	if err := json.Unmarshal(
+		bytes.ReplaceAll(raw, []byte("#/components/schemas/"), []byte("#/$defs/")),
+		&doc); err != nil {
 		t.Fatal(err)
 	}
 	check := func(method, route, path, body string, want int) {
@@ -354,7 +361,8 @@ func TestServiceContract(t *testing.T) {
 	}
 	const one = "/v1/sandboxes/{sandbox}"
 	check("GET", "/v1/info", "/v1/info", "", 200)
-	check("POST", "/v1/sandboxes", "/v1/sandboxes", `{"spec":{"name":"c","image":"busybox","args":["sleep","1000"],"network":{"mode":"none"}}}`, 200)
+	check("POST", "/v1/sandboxes", "/v1/sandboxes",
+		`{"spec":{"name":"c","image":"busybox","args":["sleep","1000"],"network":{"mode":"none"}}}`, 200)
 	check("POST", one+"/start", "/v1/sandboxes/c/start", "", 200)
 	check("GET", "/v1/sandboxes", "/v1/sandboxes", "", 200)
 	check("GET", one, "/v1/sandboxes/c", "", 200)

@@ -81,8 +81,10 @@ func (b *box) recovers() string {
 // checkpoint. It is killed at that once more.
 func TestAttachedKilled(t *testing.T) {
 	t.Parallel()
-	points := []string{"restore.after-head", "restore.attached.before-put", "restore.attached.before-replace", "restore.attached.between", "restore.attached.after-put",
-		"store.remove.before-mark", "store.remove.before-rename", "store.remove.before-row", "store.remove.before-tree", "store.journal.before-done"}
+	points := []string{"restore.after-head", "restore.attached.before-put", "restore.attached.before-replace",
+		"restore.attached.between", "restore.attached.after-put",
+		"store.remove.before-mark", "store.remove.before-rename", "store.remove.before-row", "store.remove.before-tree",
+		"store.journal.before-done"}
 	for _, stopped := range []bool{false, true} {
 		for _, flags := range [][]string{nil, {"--no-undo"}} {
 			if stopped != (flags != nil) && !thorough.Asked() {
@@ -97,7 +99,9 @@ func TestAttachedKilled(t *testing.T) {
 					b.checkpoint("--name", "still", "--attach", one, "--attach", two, "s")
 					name = "still"
 				}
-				then := []string{"restore.attached.before-put", "restore.attached.between", "restore.attached.before-replace"}
+				then := []string{
+					"restore.attached.before-put", "restore.attached.between", "restore.attached.before-replace",
+				}
 				for n, point := range points {
 					agains := append([]string{""}, then...)
 					if !thorough.Asked() { // one of the three, each with another point
@@ -112,7 +116,8 @@ func TestAttachedKilled(t *testing.T) {
 						}
 						b.sh("s", "echo now > /marker")
 						write(b, "now", one, two)
-						r := b.try([]string{"AGENTBOX_FAILPOINT=" + point + "=kill"}, slices.Concat([]string{"restore"}, flags, []string{"s", name})...)
+						r := b.try([]string{"AGENTBOX_FAILPOINT=" + point + "=kill"},
+							slices.Concat([]string{"restore"}, flags, []string{"s", name})...)
 						if !r.killed {
 							b.Fatalf("%s: not killed: %s", point, r)
 						}
@@ -159,7 +164,9 @@ func TestAttachedKilledReturning(t *testing.T) {
 func TestAttachedKilledEarlier(t *testing.T) {
 	t.Parallel()
 	b, one, two := withHosts(t)
-	for _, point := range []string{"restore.after-undo", "restore.after-stop", "restore.after-proof", "restore.after-start"} {
+	for _, point := range []string{
+		"restore.after-undo", "restore.after-stop", "restore.after-proof", "restore.after-start",
+	} {
 		b.sh("s", "echo now > /marker")
 		write(b, "now", one, two)
 		b.killedAt(point+"=kill", "restore", "s", "base")
@@ -186,9 +193,13 @@ func TestAttachedPlanted(t *testing.T) {
 		"a symlink in the way": func(b *box, temp, _ string) error {
 			return errors.Join(os.Remove(temp), os.Symlink("/etc/passwd", temp))
 		},
-		"a changed file":         func(b *box, _, path string) error { return os.WriteFile(path, []byte("theirs"), 0o600) },
-		"a directory for a file": func(b *box, _, path string) error { return errors.Join(os.Remove(path), os.Mkdir(path, 0o700)) },
-		"no directory at all":    func(b *box, _, path string) error { return os.RemoveAll(filepath.Dir(path)) },
+		"a changed file": func(b *box, _, path string) error {
+			return os.WriteFile(path, []byte("theirs"), 0o600)
+		},
+		"a directory for a file": func(b *box, _, path string) error {
+			return errors.Join(os.Remove(path), os.Mkdir(path, 0o700))
+		},
+		"no directory at all": func(b *box, _, path string) error { return os.RemoveAll(filepath.Dir(path)) },
 	} {
 		t.Run(what, func(t *testing.T) {
 			b, one, two := withHosts(t)
@@ -209,7 +220,8 @@ func TestAttachedPlanted(t *testing.T) {
 				if _, err := os.Lstat(tempOf(b, two)); err != nil {
 					t.Errorf("what is theirs: %v", err)
 				}
-			} else if !strings.Contains(said, two+" (") || !strings.Contains(said, "and is pinned") || !strings.Contains(said, "agentbox checkpoint unpin ") {
+			} else if !strings.Contains(said, two+" (") || !strings.Contains(said, "and is pinned") ||
+				!strings.Contains(said, "agentbox checkpoint unpin ") {
 				t.Errorf("two is %q, %v: %s", text, err, said)
 			}
 			if what == "a changed file" && string(text) != "theirs" {
@@ -239,7 +251,8 @@ func TestAttachedKilledAgain(t *testing.T) {
 	b.killedAt("restore.attached.between=kill", "restore", "--attached", "s", "base")
 	equal(b, "one", readFile(t, one), "then")
 	write(b, "edited", two)
-	if said := b.recovers(); strings.Contains(said, one+" (") || !strings.Contains(said, two+" (") || !strings.Contains(said, "agentbox restore --attached s ") {
+	if said := b.recovers(); strings.Contains(said, one+" (") || !strings.Contains(said, two+" (") ||
+		!strings.Contains(said, "agentbox restore --attached s ") {
 		t.Error(said)
 	}
 	equal(b, "two", readFile(t, two), "edited")
@@ -281,14 +294,17 @@ func TestAttachedOpen(t *testing.T) {
 	b.reaches("s", 2)
 	b.checkpoint("--name", "base", "--attach", file, "s")
 	write(b, "another length now", file)
-	if said := b.fails(4, "restore", "s", "base"); !strings.Contains(said, "/w/f, which a process of the checkpoint has open") {
+	if said := b.fails(4, "restore", "s", "base"); !strings.Contains(said,
+		"/w/f, which a process of the checkpoint has open") {
 		t.Error(said)
 	}
 	// A dry run reports it beforehand.
-	if said := b.fails(4, "restore", "--dry-run", "s", "base"); !strings.Contains(said, "/w/f, which a process of the checkpoint has open") {
+	if said := b.fails(4, "restore", "--dry-run", "s", "base"); !strings.Contains(said,
+		"/w/f, which a process of the checkpoint has open") {
 		t.Error(said)
 	}
-	if said := b.ok("restore", "--dry-run", "--strategy", "auto", "s", "base"); !strings.Contains(said, "With its processes it cannot be restored now: ") || !strings.Contains(said, "/w/f, which a process") {
+	if said := b.ok("restore", "--dry-run", "--strategy", "auto", "s", "base"); !strings.Contains(said,
+		"With its processes it cannot be restored now: ") || !strings.Contains(said, "/w/f, which a process") {
 		t.Error(said)
 	}
 	equal(b, "status", b.inspect("s").Status, "running")

@@ -49,7 +49,8 @@ func TestAuditOfItself(t *testing.T) {
 	b := memoryBox(t)
 	expect := func(e audit.Entry, id, outcome, why string) {
 		t.Helper()
-		if e.Sandbox != id || e.Outcome != outcome || !strings.HasPrefix(e.Why, why) || e.EndSeq <= e.Seq || e.Who.Pid == 0 || e.Who.UID == nil || int(*e.Who.UID) != os.Getuid() {
+		if e.Sandbox != id || e.Outcome != outcome || !strings.HasPrefix(e.Why, why) || e.EndSeq <= e.Seq ||
+			e.Who.Pid == 0 || e.Who.UID == nil || int(*e.Who.UID) != os.Getuid() {
 			t.Errorf("%s of %s: %+v; want %s, because of %q", e.Verb, id, e, outcome, why)
 		}
 	}
@@ -76,15 +77,18 @@ func TestAuditOfItself(t *testing.T) {
 
 	b.start("t", "--ttl", "1s", "--stop-signal", "KILL", "--network", "none", "busybox", "sleep", "1000")
 	b.start("i", "--idle", "1s", "--stop-signal", "KILL", "--network", "none", "busybox", "sleep", "1000")
-	b.start("d", "--storage-size", "10m", "--network", "none", "busybox", "sh", "-c", "dd if=/dev/zero of=/much bs=1M count=20; sleep 1000")
+	b.start("d", "--storage-size", "10m", "--network", "none", "busybox", "sh", "-c",
+		"dd if=/dev/zero of=/much bs=1M count=20; sleep 1000")
 	b.start("r", "--restart", "on-failure:1", "--network", "none", "busybox", "sh", "-c", "exit 3")
 	b.start("rm", "--rm", "--ttl", "1s", "--stop-signal", "KILL", "--network", "none", "busybox", "sleep", "1000")
 	expect(b.alone("watch", "--verb", "stop", "--sandbox", "t"), b.inspect("t").ID, "ok", "ttl: its time of 1s is over")
-	expect(b.alone("watch", "--verb", "stop", "--sandbox", "i"), b.inspect("i").ID, "ok", "idle: nothing went on for 1s")
+	expect(b.alone("watch", "--verb", "stop", "--sandbox", "i"), b.inspect("i").ID, "ok",
+		"idle: nothing went on for 1s")
 	killed := b.alone("watch", "--verb", "kill", "--sandbox", "d")
 	expect(killed, b.inspect("d").ID, "ok", "storage: its files take ")
 	equal(b, "the signal", killed.Signal, "KILL")
-	expect(b.alone("watch", "--verb", "start", "--sandbox", "r"), b.inspect("r").ID, "ok", "restart policy on-failure: it had ended with exit code 3")
+	expect(b.alone("watch", "--verb", "start", "--sandbox", "r"), b.inspect("r").ID, "ok",
+		"restart policy on-failure: it had ended with exit code 3")
 	end = b.alone("watch", "--verb", "stop", "--sandbox", "rm")
 	expect(b.alone("watch", "--verb", "rm", "--sandbox", "rm"), end.Sandbox, "ok", "ttl: ")
 	b.start("e", "--rm", "--network", "none", "busybox", "sleep", "0.1")
@@ -106,7 +110,8 @@ func TestAuditOfItself(t *testing.T) {
 	for _, e := range b.audited("--verb", "exec", "--sandbox", "h") {
 		equal(b, "what has undone the exec", e.UndoneBy, back.Seq)
 	}
-	if text := b.ok("audit", "ls", "--verb", "stop"); !strings.Contains(text, fmt.Sprintf(" watch[%d] ", end.Who.Pid)) || !strings.Contains(text, "ttl: its time of 1s is over") {
+	if text := b.ok("audit", "ls", "--verb", "stop"); !strings.Contains(text,
+		fmt.Sprintf(" watch[%d] ", end.Who.Pid)) || !strings.Contains(text, "ttl: its time of 1s is over") {
 		t.Errorf("for people: %s", text)
 	}
 
@@ -158,7 +163,8 @@ func TestAuditOfItselfKilled(t *testing.T) {
 	killOwner(t, who)
 	id := unfinished("remove.before-backend", "keeper", "--verb", "rm", "--sandbox", "c")
 	equal(b, "left", b.ok("ps", "-aq"), "")
-	if list := b.audited("--verb", "recover"); len(list) == 0 || !strings.Contains(strings.Join(list[0].Text, "\n"), id[:12]) {
+	if list := b.audited("--verb", "recover"); len(list) == 0 ||
+		!strings.Contains(strings.Join(list[0].Text, "\n"), id[:12]) {
 		t.Errorf("recovered: %+v", list)
 	}
 	b.alone("keeper", "--verb", "lease end")

@@ -25,7 +25,8 @@ cd "$1"; apt-ftparchive packages . > Packages`
 	if out, err := exec.Command("sh", "-c", script, "sh", dir).CombinedOutput(); err != nil {
 		b.Fatalf("%v: %s", err, out)
 	}
-	return "bootstrap:debian/bookworm?variant=extract&include=tiny&mirror=" + url.QueryEscape("deb [trusted=yes] file://"+dir+" ./")
+	return "bootstrap:debian/bookworm?variant=extract&include=tiny&mirror=" +
+		url.QueryEscape("deb [trusted=yes] file://"+dir+" ./")
 }
 
 // TestBootstrapKilled has agentbox killed while mmdebstrap makes an image: it ends by itself,

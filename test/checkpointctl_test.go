@@ -37,5 +37,6 @@ func TestCheckpointctl(t *testing.T) {
 		}
 	}
 	has(said("show"), "c", "busybox", "Podman")
-	has(said("inspect", "--all", "--ps-tree-cmd", "--ps-tree-env"), "CRIU dump statistics", "Engine: Podman", "sh -c exec 3>", "sleep 5000", "/open", "MARK=here", "/proc")
+	has(said("inspect", "--all", "--ps-tree-cmd", "--ps-tree-env"), "CRIU dump statistics", "Engine: Podman",
+		"sh -c exec 3>", "sleep 5000", "/open", "MARK=here", "/proc")
 }

@@ -50,7 +50,8 @@ func (b *box) wentOn(name string, before, low, high int) {
 	b.eventually("the restored process prints", func() bool { return len(b.printed(name)) > before+2 })
 	numbers := b.printed(name)[before:]
 	if numbers[0] < low || numbers[0] > high+1 {
-		b.Errorf("after the restore the counter went on with %d, and was between %d and %d at the checkpoint", numbers[0], low, high)
+		b.Errorf("after the restore the counter went on with %d, and was between %d and %d at the checkpoint",
+			numbers[0], low, high)
 	}
 	for i := 1; i < len(numbers); i++ {
 		if numbers[i] != numbers[i-1]+1 {
@@ -148,7 +149,8 @@ func TestFilesOnly(t *testing.T) {
 	// From a stopped one, onto a stopped one: it stays stopped.
 	b.ok("stop", "-t", "0", "f")
 	stopped := b.checkpoint("f")
-	equal(b, "kind of a stopped one's", decode[[]checkpoint](b, b.ok("checkpoint", "inspect", stopped))[0].Kind, "files")
+	equal(b, "kind of a stopped one's", decode[[]checkpoint](b,
+		b.ok("checkpoint", "inspect", stopped))[0].Kind, "files")
 	b.ok("start", "f")
 	write("four")
 	b.ok("restore", "f", stopped)

@@ -16,7 +16,9 @@ func TestFewDescriptors(t *testing.T) {
 	told := 0
 	for n := 8; n <= 30; n++ {
 		cmd := b.command(t.Context(), "inspect", "a")
-		cmd.Args = append([]string{"sh", "-c", fmt.Sprintf(`ulimit -n %d; exec "$@"`, n), "sh", cmd.Path}, cmd.Args[1:]...)
+		cmd.Args = append([]string{
+			"sh", "-c", fmt.Sprintf(`ulimit -n %d; exec "$@"`, n), "sh", cmd.Path,
+		}, cmd.Args[1:]...)
 		cmd.Path = "/bin/sh"
 		var says bytes.Buffer
 		cmd.Stderr = &says

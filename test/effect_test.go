@@ -53,7 +53,8 @@ func (s *sweep) checkCompensated(r result) {
 	}
 	was := s.read(filepath.Join(s.dir, "log"))
 	if unsure {
-		if said := s.fails(4, "restore", "s", "base"); !strings.Contains(said, "may have run before") || !strings.Contains(said, "agentbox effect rm s") {
+		if said := s.fails(4, "restore", "s", "base"); !strings.Contains(said, "may have run before") ||
+			!strings.Contains(said, "agentbox effect rm s") {
 			s.Errorf("it says: %s", said)
 		}
 		equal(s.box, "what has been run", s.read(filepath.Join(s.dir, "log")), was)
@@ -75,7 +76,8 @@ func TestEffectsCrash(t *testing.T) {
 	b.sh("s", "echo now > /marker")
 	pid := filepath.Join(b.root, "pid")
 	log := filepath.Join(b.root, "log")
-	script := "echo run >> " + log + "; [ -e " + pid + " ] || { echo $$ > " + pid + ".new; mv " + pid + ".new " + pid + "; sleep 1000; }"
+	script := "echo run >> " + log + "; [ -e " + pid + " ] || { echo $$ > " + pid + ".new; mv " + pid + ".new " +
+		pid + "; sleep 1000; }"
 	b.ok("effect", "add", "--label", "once", "--timeout", "5m", "s", "--", "sh", "-c", script)
 
 	interrupted := func() {
@@ -98,7 +100,8 @@ func TestEffectsCrash(t *testing.T) {
 	}
 	interrupted()
 	r := b.try(nil, "exec", "s", "true") // it goes on
-	if r.code != 0 || !strings.Contains(r.err, "took back the half-done restore") || !strings.Contains(r.err, "(once) may have run") {
+	if r.code != 0 || !strings.Contains(r.err, "took back the half-done restore") ||
+		!strings.Contains(r.err, "(once) may have run") {
 		t.Errorf("the next command: %s", r)
 	}
 	equal(b, "marker", b.file("s", "marker"), "now")

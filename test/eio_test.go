@@ -81,7 +81,9 @@ func (n *brittle) Open(ctx context.Context, flags uint32) (fusefs.FileHandle, ui
 	return n.wrap(h), fuseFlags, errno
 }
 
-func (n *brittle) Create(ctx context.Context, name string, flags, mode uint32, out *fuse.EntryOut) (*fusefs.Inode, fusefs.FileHandle, uint32, syscall.Errno) {
+func (n *brittle) Create(
+	ctx context.Context, name string, flags, mode uint32, out *fuse.EntryOut,
+) (*fusefs.Inode, fusefs.FileHandle, uint32, syscall.Errno) {
 	if errno := n.faults.hit("create"); errno != 0 {
 		return nil, nil, 0, errno
 	}
@@ -89,14 +91,18 @@ func (n *brittle) Create(ctx context.Context, name string, flags, mode uint32, o
 	return inode, n.wrap(h), fuseFlags, errno
 }
 
-func (n *brittle) Mkdir(ctx context.Context, name string, mode uint32, out *fuse.EntryOut) (*fusefs.Inode, syscall.Errno) {
+func (n *brittle) Mkdir(
+	ctx context.Context, name string, mode uint32, out *fuse.EntryOut,
+) (*fusefs.Inode, syscall.Errno) {
 	if errno := n.faults.hit("create"); errno != 0 {
 		return nil, errno
 	}
 	return n.LoopbackNode.Mkdir(ctx, name, mode, out)
 }
 
-func (n *brittle) Rename(ctx context.Context, name string, parent fusefs.InodeEmbedder, to string, flags uint32) syscall.Errno {
+func (n *brittle) Rename(
+	ctx context.Context, name string, parent fusefs.InodeEmbedder, to string, flags uint32,
+) syscall.Errno {
 	if errno := n.faults.hit("rename"); errno != 0 {
 		return errno
 	}
@@ -146,7 +152,8 @@ func brittleAt(t *testing.T, dir string, f *faults) {
 	root := &fusefs.LoopbackRoot{Path: below, Dev: st.Dev}
 	top := &brittle{fusefs.LoopbackNode{RootData: root}, f}
 	root.RootNode = top
-	server, err := fusefs.Mount(dir, top, &fusefs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "brittle"}})
+	server, err := fusefs.Mount(dir, top,
+		&fusefs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "brittle"}})
 	if err != nil {
 		t.Fatal(err)
 	}

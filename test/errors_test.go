@@ -190,7 +190,9 @@ func TestExecSessions(t *testing.T) {
 	}
 	b.ok("restore", "c")
 	n := len(b.file("c", "background"))
-	b.eventually("the background process goes on after the restore", func() bool { return len(b.file("c", "background")) > n })
+	b.eventually("the background process goes on after the restore", func() bool {
+		return len(b.file("c", "background")) > n
+	})
 }
 
 // flip changes one byte in the middle of a file and returns how to undo it.
@@ -213,7 +215,8 @@ func flip(t *testing.T, path string) (undo func()) {
 
 func TestCorrupt(t *testing.T) {
 	b := newBox(t)
-	b.start("c", "--network", "none", "busybox", "sh", "-c", "dd if=/dev/urandom of=/random bs=1k count=300 2> /dev/null; echo one > /marker; "+counter)
+	b.start("c", "--network", "none", "busybox", "sh", "-c",
+		"dd if=/dev/urandom of=/random bs=1k count=300 2> /dev/null; echo one > /marker; "+counter)
 	b.reaches("c", 3)
 	ck := b.checkpoint("c")
 	b.sh("c", "echo two > /marker; rm /random")
@@ -314,7 +317,9 @@ func TestBusy(t *testing.T) {
 	b.checkpoint("c")
 
 	release := b.held("checkpoint.after-freeze", "checkpoint", "c")
-	for _, args := range [][]string{{"checkpoint", "c"}, {"restore", "c"}, {"stop", "c"}, {"rm", "-f", "c"}, {"pause", "c"}} {
+	for _, args := range [][]string{
+		{"checkpoint", "c"}, {"restore", "c"}, {"stop", "c"}, {"rm", "-f", "c"}, {"pause", "c"},
+	} {
 		if msg := b.fails(5, args...); !strings.Contains(msg, "checkpoint") {
 			t.Errorf("%v: does not say who holds it: %s", args, msg)
 		}
@@ -412,7 +417,8 @@ func fill(b *box, leave int64) (ballast string) {
 
 func TestNoSpace(t *testing.T) {
 	b := boxAt(t, small(t, 64))
-	b.start("c", "--network", "none", "busybox", "sh", "-c", "dd if=/dev/urandom of=/random bs=1k count=8000 2> /dev/null; echo one > /marker; "+counter)
+	b.start("c", "--network", "none", "busybox", "sh", "-c",
+		"dd if=/dev/urandom of=/random bs=1k count=8000 2> /dev/null; echo one > /marker; "+counter)
 	b.reaches("c", 3)
 	first := b.checkpoint("c")
 	// All of it is needed anew: a checkpoint has to store, a restore to write it.

@@ -78,7 +78,10 @@ func hostFacts(b *box) string {
 	b.Helper()
 	host, _ := os.Hostname()
 	facts := host
-	for _, path := range []string{"/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/vm/panic_on_oom", "/sys/kernel/uevent_helper", "/sys/fs/cgroup/memory/release_agent", "/proc/self/mountinfo"} {
+	for _, path := range []string{
+		"/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/vm/panic_on_oom",
+		"/sys/kernel/uevent_helper", "/sys/fs/cgroup/memory/release_agent", "/proc/self/mountinfo",
+	} {
 		text, _ := os.ReadFile(path)
 		if path == "/proc/self/mountinfo" { // other tests mount what is theirs
 			text, _, _ = bytes.Cut(text, []byte("\n"))
@@ -173,7 +176,9 @@ var refusals = map[string]string{
 
 // The sandbox may have what these need; it reaches no further than its network namespace, and a
 // node that cannot be opened.
-var granted = map[string]int{"mknod of the host's disk": unix.CAP_MKNOD, "raw socket": unix.CAP_NET_RAW, "packet socket": unix.CAP_NET_RAW}
+var granted = map[string]int{
+	"mknod of the host's disk": unix.CAP_MKNOD, "raw socket": unix.CAP_NET_RAW, "packet socket": unix.CAP_NET_RAW,
+}
 
 func TestEscape(t *testing.T) {
 	t.Parallel()
@@ -182,7 +187,8 @@ func TestEscape(t *testing.T) {
 	if err := unix.Stat("/", &st); err != nil {
 		t.Fatal(err)
 	}
-	first := report(e.box, e.try(nil, "run", "--rm", "--network", "none", "-v", e.program+":/escape:ro", "busybox", "/escape", "list").out)
+	first := report(e.box, e.try(nil, "run", "--rm", "--network", "none", "-v", e.program+":/escape:ro", "busybox",
+		"/escape", "list").out)
 	equal(e.box, "what the first process has open of others", first["open files"], "")
 	e.up("s", "busybox", "sleep", "1000")
 	list := report(e.box, e.try(nil, "exec", "s", "/escape", "list").out)
@@ -198,7 +204,8 @@ func TestEscape(t *testing.T) {
 			t.Errorf("its %s namespace is the host's, %s (%v)", ns, host, err)
 		}
 	}
-	got := report(e.box, e.ok("exec", "s", "/escape", "try", strconv.Itoa(e.witness), fmt.Sprint(unix.Major(st.Dev)), fmt.Sprint(unix.Minor(st.Dev)), e.file()))
+	got := report(e.box, e.ok("exec", "s", "/escape", "try", strconv.Itoa(e.witness), fmt.Sprint(unix.Major(st.Dev)),
+		fmt.Sprint(unix.Minor(st.Dev)), e.file()))
 	for what, result := range got {
 		want := "EPERM"
 		if w, ok := refusals[what]; ok {
@@ -217,13 +224,15 @@ func TestEscape(t *testing.T) {
 		}
 	}
 	if on, _ := os.ReadFile("/sys/module/apparmor/parameters/enabled"); bytes.HasPrefix(on, []byte("Y")) {
-		equal(e.box, "its AppArmor profile", e.ok("exec", "s", "cat", "/proc/self/attr/current"), "agentbox-default (enforce)")
+		equal(e.box, "its AppArmor profile", e.ok("exec", "s", "cat", "/proc/self/attr/current"),
+			"agentbox-default (enforce)")
 		equal(e.box, "what only the profile denies", got["read /proc/kcore"], "EACCES")
 	}
 	for _, n := range []int{3, 7, 8} { // CVE-2024-21626
 		dir := fmt.Sprintf("/proc/self/fd/%d", n)
 		for _, args := range [][]string{{"run", "--rm", "-w", dir, "busybox", "ls"}, {"exec", "-w", dir, "s", "ls"}} {
-			if r := e.try(nil, args...); r.code == 0 || r.out != "" || !strings.Contains(r.err, "leads to the descriptors of a process") {
+			if r := e.try(nil, args...); r.code == 0 || r.out != "" ||
+				!strings.Contains(r.err, "leads to the descriptors of a process") {
 				t.Errorf("%s", r)
 			}
 		}
@@ -268,14 +277,18 @@ func TestEscapeRings(t *testing.T) {
 func TestEscapeCopies(t *testing.T) {
 	t.Parallel()
 	e := newEscapes(memoryBox(t))
-	e.up("s", "busybox", "sh", "-c", fmt.Sprintf("mkdir -p /work/d; echo inside > /work/d/f; ln -s ../../../../../../..%s /work/l; exec /escape swap /work/d /work/l", e.dir))
+	e.up("s", "busybox", "sh", "-c",
+		fmt.Sprintf("mkdir -p /work/d; echo inside > /work/d/f; ln -s ../../../../../../..%s /work/l; exec /escape swap /work/d /work/l", e.dir))
 	in := filepath.Join(e.T.TempDir(), "in")
 	if err := os.WriteFile(in, []byte("x"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	inside, refused := 0, 0
-	for deadline := time.Now().Add(20 * time.Second * patience); (inside < 4 || refused < 4) && time.Now().Before(deadline); {
-		for _, args := range [][]string{{"cp", in, "s:/work/d/new"}, {"cp", "s:/work/d", "-"}, {"cp", "s:/work/d/f", "-"}} {
+	for deadline := time.Now().Add(20 * time.Second * patience); (inside < 4 || refused < 4) &&
+		time.Now().Before(deadline); {
+		for _, args := range [][]string{
+			{"cp", in, "s:/work/d/new"}, {"cp", "s:/work/d", "-"}, {"cp", "s:/work/d/f", "-"},
+		} {
 			r := e.try(nil, args...)
 			switch {
 			case strings.Contains(r.out, ofTheHost):
@@ -295,8 +308,10 @@ func TestEscapeCopies(t *testing.T) {
 	var bomb bytes.Buffer
 	w := tar.NewWriter(&bomb)
 	for _, h := range []tar.Header{
-		{Name: "out", Typeflag: tar.TypeSymlink, Linkname: e.dir}, {Name: "out/evil", Typeflag: tar.TypeReg, Mode: 0o644},
-		{Name: "../../../../../../.." + e.dir + "/evil", Typeflag: tar.TypeReg, Mode: 0o644}, {Name: e.dir + "/evil", Typeflag: tar.TypeReg, Mode: 0o644},
+		{Name: "out", Typeflag: tar.TypeSymlink, Linkname: e.dir},
+		{Name: "out/evil", Typeflag: tar.TypeReg, Mode: 0o644},
+		{Name: "../../../../../../.." + e.dir + "/evil", Typeflag: tar.TypeReg, Mode: 0o644},
+		{Name: e.dir + "/evil", Typeflag: tar.TypeReg, Mode: 0o644},
 		{Name: "hard", Typeflag: tar.TypeLink, Linkname: e.file()}, {Name: "hard", Typeflag: tar.TypeReg, Mode: 0o644},
 	} {
 		if err := w.WriteHeader(&h); err != nil {
@@ -354,7 +369,8 @@ func TestEscapeBombs(t *testing.T) {
 	}
 	e.up("memory", "--memory", "64m", "busybox", "/escape", "memory")
 	e.up("files", "busybox", "/escape", "files")
-	e.up("output", "busybox", "sh", "-c", "yes 012345678901234567890123456789012345678901234567890123456789 | head -c 70000000")
+	e.up("output", "busybox", "sh", "-c",
+		"yes 012345678901234567890123456789012345678901234567890123456789 | head -c 70000000")
 	equal(b, "a sandbox beside them", e.ok("run", "--rm", "--network", "none", "busybox", "echo", "hi"), "hi")
 
 	begun := time.Now()
@@ -368,7 +384,8 @@ func TestEscapeBombs(t *testing.T) {
 		t.Errorf("it was told %q", said)
 	}
 	equal(b, "the exit code of the one that printed all it could", e.ok("wait", "output"), "0")
-	if st, err := os.Stat(filepath.Join(b.root, "sandboxes", e.inspect("output").ID, "log")); err != nil || st.Size() > 65<<20 {
+	if st, err := os.Stat(filepath.Join(b.root, "sandboxes", e.inspect("output").ID,
+		"log")); err != nil || st.Size() > 65<<20 {
 		t.Errorf("its log has %d bytes (%v)", st.Size(), err)
 	}
 }
@@ -405,7 +422,8 @@ func TestEscapeDisk(t *testing.T) {
 	}
 	b := boxAt(t, root+"/r")
 	b.start("s", "--network", "none", "busybox", "sleep", "1000")
-	if said := b.fails(1, "exec", "s", "dd", "if=/dev/zero", "of=/fill", "bs=1M"); !strings.Contains(said, "No space left on device") {
+	if said := b.fails(1, "exec", "s", "dd", "if=/dev/zero", "of=/fill", "bs=1M"); !strings.Contains(said,
+		"No space left on device") {
 		t.Errorf("it was told %q", said)
 	}
 	equal(b, "its state", b.inspect("s").Status, "running")

@@ -45,7 +45,8 @@ func TestConcurrent(t *testing.T) {
 	for i := range 4 {
 		name := fmt.Sprintf("c%d", i)
 		all.Go(func() {
-			_ = try(name, 0, "run", "-d", "--name", name, "--network", "none", "busybox", "sh", "-c", "echo "+name+" > /name; "+counter) &&
+			_ = try(name, 0, "run", "-d", "--name", name, "--network", "none", "busybox", "sh", "-c",
+				"echo "+name+" > /name; "+counter) &&
 				try(name, 0, "checkpoint", "--name", "one", name) &&
 				try(name, 0, "exec", name, "sh", "-c", "echo lost > /name") &&
 				try(name, 0, "restore", name) &&
@@ -158,11 +159,14 @@ func TestModes(t *testing.T) {
 		var st syscall.Stat_t
 		if err := syscall.Lstat(filepath.Join(b.root, path), &st); err != nil {
 			t.Error(err)
-		} else if st.Mode&syscall.S_IFMT != syscall.S_IFLNK && (st.Mode&0o007&^others != 0 || st.Mode&0o070 != 0 && st.Gid != group) {
+		} else if st.Mode&syscall.S_IFMT != syscall.S_IFLNK &&
+			(st.Mode&0o007&^others != 0 || st.Mode&0o070 != 0 && st.Gid != group) {
 			t.Errorf("%s has mode %o and belongs to %d:%d", path, st.Mode, st.Uid, st.Gid)
 		}
 	}
-	for _, path := range []string{"checkpoints/" + ck, "checkpoints/" + ck + "/manifest.json", filepath.Dir(pack), pack} {
+	for _, path := range []string{
+		"checkpoints/" + ck, "checkpoints/" + ck + "/manifest.json", filepath.Dir(pack), pack,
+	} {
 		look(path, 0, ^uint32(0))
 	}
 	passed := []string{"", "sandboxes", "run"}

@@ -106,7 +106,10 @@ func victims(b *box, dir string) (v walltest.Victims, look func() string) {
 			b.Fatal(err)
 		}
 	}
-	v = walltest.Victims{File: filepath.Join(dir, "victim", "file"), Dir: filepath.Join(dir, "victim"), Cgroup: "/" + filepath.Base(b.root) + "-victim", Bound: "/bound"}
+	v = walltest.Victims{
+		File: filepath.Join(dir, "victim", "file"), Dir: filepath.Join(dir, "victim"),
+		Cgroup: "/" + filepath.Base(b.root) + "-victim", Bound: "/bound",
+	}
 	must(os.Mkdir(v.Dir, 0o700))
 	must(os.WriteFile(v.File, []byte("whole"), 0o600))
 	groups := victimCgroups(b.T, v.Cgroup)
@@ -140,7 +143,8 @@ func TestMounterComesBack(t *testing.T) {
 	dir := t.TempDir()
 	for _, ids := range []string{"host", "auto"} {
 		c := "c" + ids
-		b.start(c, "--policy", "trusted", "--cap-add", "SYS_ADMIN", "--userns", ids, "-v", dir+":/bound:ro", "busybox", "sh", "-c",
+		b.start(c, "--policy", "trusted", "--cap-add", "SYS_ADMIN", "--userns", ids, "-v",
+			dir+":/bound:ro", "busybox", "sh", "-c",
 			"mkdir /a /b && mount -t tmpfs none /a && mkdir /a/x && mount --bind /a/x /b && echo there >/b/f; while :; do sleep 60; done")
 		b.eventually("it has mounted", func() bool { return b.sh(c, "cat /b/f 2>&1; true") == "there" })
 		one := b.checkpoint(c)
@@ -158,7 +162,8 @@ func victimCgroups(t *testing.T, name string) (list []string) {
 		t.Fatal(err)
 	}
 	for _, top := range append(tops, "/sys/fs/cgroup/cgroup.procs") {
-		if _, err := os.Lstat(filepath.Join(filepath.Dir(top), "cgroup.clone_children")); err != nil && top != "/sys/fs/cgroup/cgroup.procs" {
+		if _, err := os.Lstat(filepath.Join(filepath.Dir(top), "cgroup.clone_children")); err != nil &&
+			top != "/sys/fs/cgroup/cgroup.procs" {
 			continue // a cgroup of v2's, no hierarchy
 		}
 		if _, err := os.Lstat(top); err != nil {

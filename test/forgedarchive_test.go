@@ -51,7 +51,8 @@ func TestForgedArchive(t *testing.T) {
 	// archive can have them, for they are not files.
 	pack := func(images string) string {
 		t.Helper()
-		c := store.Checkpoint{SandboxID: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind, Trigger: row.Trigger, Files: row.Files,
+		c := store.Checkpoint{SandboxID: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
+			Trigger: row.Trigger, Files: row.Files,
 			Processes: row.Processes, ImageDigest: row.ImageDigest, Spec: row.Spec}
 		draft, err := st.BeginCheckpoint(t.Context(), c)
 		must(err)
@@ -131,7 +132,8 @@ func TestForgedArchive(t *testing.T) {
 			switch {
 			case way != "--files-only" && !harmless && r.code == 0:
 				t.Errorf("%s: it is restored", what)
-			case r.code != 0 && !f.Damage && !strings.Contains(r.err, refusal(imported)), !strings.Contains(r.err, f.Late) && imported && way != "--files-only":
+			case r.code != 0 && !f.Damage && !strings.Contains(r.err, refusal(imported)),
+				!strings.Contains(r.err, f.Late) && imported && way != "--files-only":
 				t.Errorf("%s: refused for another reason: %s", what, r)
 			}
 			if harmless && imported && r.code != 0 {

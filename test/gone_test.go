@@ -87,7 +87,8 @@ func TestDeletedFiles(t *testing.T) {
 	ck := b.checkpoint(name)
 	unchanged("after the checkpoint", ck)
 	want := answer()
-	if !strings.Contains(want, `"MAPPWRIT", "MAPPWRIT"`) || !strings.Contains(want, `"Harder", "Harder", "Harder"`) || !strings.Contains(want, `"deep", "high", [], []`) {
+	if !strings.Contains(want, `"MAPPWRIT", "MAPPWRIT"`) || !strings.Contains(want, `"Harder", "Harder", "Harder"`) ||
+		!strings.Contains(want, `"deep", "high", [], []`) {
 		t.Fatalf("the program says %s", want)
 	}
 	for range 2 {
@@ -117,7 +118,8 @@ func TestDeletedFiles(t *testing.T) {
 func TestDirectoryMadeAnew(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	name := b.start("anew", "busybox", "sh", "-c", "mkdir /w /kept && cd /w && exec 5</w 6</kept && echo x >/ready; while :; do sleep 0.1; done")
+	name := b.start("anew", "busybox", "sh", "-c",
+		"mkdir /w /kept && cd /w && exec 5</w 6</kept && echo x >/ready; while :; do sleep 0.1; done")
 	b.eventually("it works in its directory", func() bool { return b.there(name, "/ready") })
 	ck := b.checkpoint(name)
 	quiet := b.try(nil, "restore", name, ck)
@@ -126,7 +128,9 @@ func TestDirectoryMadeAnew(t *testing.T) {
 	}
 	b.sh(name, "mkdir /w2 && rmdir /w && mv /w2 /w")
 	told := b.try(nil, "restore", name, ck)
-	for _, want := range []string{"its working directory (/w) was made anew", "the directory of its file descriptor 5 (/w) was made anew"} {
+	for _, want := range []string{
+		"its working directory (/w) was made anew", "the directory of its file descriptor 5 (/w) was made anew",
+	} {
 		if told.code != 0 || !strings.Contains(told.err, want) {
 			t.Errorf("no %q: %d, %s", want, told.code, told.err)
 		}
@@ -135,7 +139,8 @@ func TestDirectoryMadeAnew(t *testing.T) {
 		t.Errorf("of a directory that is there: %s", told.err)
 	}
 	b.own("anewfork")
-	if fork := b.try(nil, "fork", "--name", "anewfork", name+"@"+ck); fork.code != 0 || strings.Contains(fork.err, "made anew") {
+	if fork := b.try(nil, "fork", "--name", "anewfork", name+"@"+ck); fork.code != 0 ||
+		strings.Contains(fork.err, "made anew") {
 		t.Errorf("of a fork: %d, %s", fork.code, fork.err)
 	}
 }

@@ -43,8 +43,11 @@ func TestGroupFailures(t *testing.T) {
 			outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
 		},
 		"the work fails": {
-			opts:  group.Options{Parallel: 1, Work: func(_ context.Context, m group.Member) error { return broken("work", m) }},
-			first: "member g-1: run: work of 1 broke", errors: 1, outcomes: []string{group.Failed, group.Cancelled, group.Cancelled}, cleaned: 1,
+			opts: group.Options{Parallel: 1, Work: func(_ context.Context, m group.Member) error {
+				return broken("work", m)
+			}},
+			first: "member g-1: run: work of 1 broke", errors: 1,
+			outcomes: []string{group.Failed, group.Cancelled, group.Cancelled}, cleaned: 1,
 		},
 		"the work of one fails, the others go on": {
 			opts: group.Options{NoStop: true, Work: func(_ context.Context, m group.Member) error {
@@ -53,40 +56,57 @@ func TestGroupFailures(t *testing.T) {
 				}
 				return nil
 			}},
-			first: "member g-2: run: work of 2 broke", errors: 1, outcomes: []string{group.Passed, group.Failed, group.Passed}, scored: []int{1, 3}, cleaned: 3,
+			first: "member g-2: run: work of 2 broke", errors: 1,
+			outcomes: []string{group.Passed, group.Failed, group.Passed}, scored: []int{1, 3}, cleaned: 3,
 		},
 		"scoring fails": {
-			opts:  group.Options{Parallel: 1, KeepFor: time.Hour, Score: func(_ context.Context, m group.Member) (string, error) { return "", broken("score", m) }},
-			first: "member g-1: score: score of 1 broke", errors: 1, outcomes: []string{group.Failed, group.Cancelled, group.Cancelled}, cleaned: 1,
+			opts: group.Options{
+				Parallel: 1, KeepFor: time.Hour, Score: func(_ context.Context, m group.Member) (string, error) {
+					return "", broken("score", m)
+				},
+			},
+			first: "member g-1: score: score of 1 broke", errors: 1,
+			outcomes: []string{group.Failed, group.Cancelled, group.Cancelled}, cleaned: 1,
 		},
 		"gathering fails, before they are handed over": {
-			opts:  group.Options{KeepFor: time.Hour, Gather: func(context.Context, []group.Result) error { return errors.New("gather broke") }},
-			first: "group g: gather: gather broke", errors: 1, outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
+			opts: group.Options{KeepFor: time.Hour, Gather: func(context.Context, []group.Result) error {
+				return errors.New("gather broke")
+			}},
+			first: "group g: gather: gather broke", errors: 1,
+			outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
 		},
 		"the hand-over fails": {
 			opts: group.Options{KeepFor: time.Hour, Gather: func(ctx context.Context, members []group.Result) error {
 				_, err := svc.ReleaseLease(ctx, "g") // another caller takes the group away
 				return err
 			}},
-			first: "group g: hand-over: lease transfer", errors: 1, outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
+			first: "group g: hand-over: lease transfer", errors: 1,
+			outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
 		},
 		"cleaning up fails": {
-			opts:  group.Options{Parallel: 1, Cleanup: func(_ context.Context, m group.Member) error { return broken("cleanup", m) }},
-			first: "member g-1: cleanup: cleanup of 1 broke", errors: 3, outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
+			opts: group.Options{Parallel: 1, Cleanup: func(_ context.Context, m group.Member) error {
+				return broken("cleanup", m)
+			}},
+			first: "member g-1: cleanup: cleanup of 1 broke", errors: 3,
+			outcomes: []string{group.Passed, group.Passed, group.Passed}, scored: []int{1, 2, 3}, cleaned: 3,
 		},
 		"the work fails, and cleaning up": {
-			opts: group.Options{NoStop: true, Parallel: 1, Cleanup: func(_ context.Context, m group.Member) error { return broken("cleanup", m) },
+			opts: group.Options{NoStop: true, Parallel: 1, Cleanup: func(_ context.Context, m group.Member) error {
+				return broken("cleanup", m)
+			},
 				Work: func(_ context.Context, m group.Member) error {
 					if m.Number == 3 {
 						return broken("work", m)
 					}
 					return nil
 				}},
-			first: "member g-3: run: work of 3 broke", errors: 4, outcomes: []string{group.Passed, group.Passed, group.Failed}, scored: []int{1, 2}, cleaned: 3,
+			first: "member g-3: run: work of 3 broke", errors: 4,
+			outcomes: []string{group.Passed, group.Passed, group.Failed}, scored: []int{1, 2}, cleaned: 3,
 		},
 		"the caller goes": {
 			opts: group.Options{}, cancel: true,
-			first: "group g: the caller went", errors: 1, outcomes: []string{group.Cancelled, group.Cancelled, group.Cancelled}, cleaned: -1,
+			first: "group g: the caller went", errors: 1,
+			outcomes: []string{group.Cancelled, group.Cancelled, group.Cancelled}, cleaned: -1,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -104,7 +124,9 @@ func TestGroupFailures(t *testing.T) {
 				}
 			} else if work == nil {
 				opts.Work = func(ctx context.Context, m group.Member) error {
-					exit, err := svc.Exec(ctx, m.ID, runtime.Process{Args: []string{"sh", "-c", "test $AGENTBOX_MEMBER = $0 && test $AGENTBOX_ATTEMPT = 1", fmt.Sprint(m.Number)}, Env: m.Env}, runtime.Streams{})
+					exit, err := svc.Exec(ctx, m.ID, runtime.Process{Args: []string{
+						"sh", "-c", "test $AGENTBOX_MEMBER = $0 && test $AGENTBOX_ATTEMPT = 1", fmt.Sprint(m.Number),
+					}, Env: m.Env}, runtime.Streams{})
 					if err == nil && exit != 0 {
 						err = &group.ExitError{Code: exit}
 					}
@@ -144,7 +166,8 @@ func TestGroupFailures(t *testing.T) {
 				}
 			}
 			slices.Sort(scored)
-			if !slices.Equal(outcomes, c.outcomes) || !slices.Equal(scored, c.scored) || c.cleaned >= 0 && len(cleaned) != c.cleaned {
+			if !slices.Equal(outcomes, c.outcomes) || !slices.Equal(scored, c.scored) ||
+				c.cleaned >= 0 && len(cleaned) != c.cleaned {
 				t.Errorf("outcomes %v, scored %v, cleaned %v: %+v", outcomes, scored, cleaned, rep)
 			}
 			list, err := svc.Sandboxes(t.Context())
@@ -166,7 +189,8 @@ func TestGroupRun(t *testing.T) {
 	b.reaches("c", 3)
 	ready := b.checkpoint("--name", "ready", "c")
 	dir := t.TempDir()
-	r := b.try(nil, "group", "run", "-n", "3", "--name", "g", "--from", "c@ready", "--fail-fast=false", "--keep-for", "1h", "--score", "cat /score", "--output-dir", dir, "--format", "json",
+	r := b.try(nil, "group", "run", "-n", "3", "--name", "g", "--from", "c@ready", "--fail-fast=false", "--keep-for",
+		"1h", "--score", "cat /score", "--output-dir", dir, "--format", "json",
 		"--", "sh", "-c", `echo "member $AGENTBOX_MEMBER of $AGENTBOX_MEMBERS in $AGENTBOX_GROUP, attempt $AGENTBOX_ATTEMPT"; echo $((AGENTBOX_MEMBER * 7)) > /score; exit $((AGENTBOX_MEMBER == 2 ? 9 : 0))`)
 	if r.code != 1 || !strings.Contains(r.err, "member g-2: run: its command ended with code 9") {
 		t.Fatal(r)
@@ -203,7 +227,8 @@ func TestGroupRun(t *testing.T) {
 	b.fails(3, "group", "rm", "g")
 	b.ok("lease", "release", "g") // which that has left alone
 	// Checkpoints taken for the group go with it, those that were there stay.
-	if r := b.try(nil, "group", "run", "-n", "2", "--from", "c", "--", "true"); r.code != 0 || !strings.Contains(r.out, "2 passed, 0 failed") {
+	if r := b.try(nil, "group", "run", "-n", "2", "--from", "c", "--", "true"); r.code != 0 ||
+		!strings.Contains(r.out, "2 passed, 0 failed") {
 		t.Error(r)
 	}
 	if list := b.checkpoints(); len(list) != 1 || list[0].ID != ready {
@@ -221,7 +246,8 @@ func TestGroupCallerEnds(t *testing.T) {
 				b.serve()
 			}
 			for _, sig := range []syscall.Signal{syscall.SIGKILL, syscall.SIGINT} {
-				cmd := b.command(t.Context(), "group", "run", "-n", "3", "--name", "g", "--image", "busybox", "--", "sleep", "1000")
+				cmd := b.command(t.Context(), "group", "run", "-n", "3", "--name", "g", "--image",
+					"busybox", "--", "sleep", "1000")
 				if err := cmd.Start(); err != nil {
 					t.Fatal(err)
 				}

@@ -232,7 +232,9 @@ func TestCRIUKilledWithNetworkLock(t *testing.T) {
 	}
 	talks("at first")
 	ended := make(chan error, 1)
-	v := b.seize(func(criu int) bool { return holdAtLock(criu, sb.Pid, ended) }, "checkpoint", "--tcp", "established", "s")
+	v := b.seize(func(criu int) bool {
+		return holdAtLock(criu, sb.Pid, ended)
+	}, "checkpoint", "--tcp", "established", "s")
 	if err := v.agentbox.Signal(syscall.SIGINT); err != nil {
 		t.Fatal(err)
 	}

@@ -7,7 +7,8 @@ import "testing"
 func TestKilledAtCheckpoint(t *testing.T) {
 	t.Parallel()
 	b := newBox(t)
-	b.start("k", "--network", "none", "busybox", "sh", "-c", "n=0; while :; do sleep 1000 & kill $!; wait $!; n=$((n+1)); echo $n > /n.new; mv /n.new /n; done")
+	b.start("k", "--network", "none", "busybox", "sh", "-c",
+		"n=0; while :; do sleep 1000 & kill $!; wait $!; n=$((n+1)); echo $n > /n.new; mv /n.new /n; done")
 	for range 10 {
 		id := b.checkpoint("k")
 		b.ok("restore", "--no-undo", "k", id)

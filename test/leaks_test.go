@@ -58,7 +58,8 @@ func processesOf(root string) (found []string) {
 	for _, dir := range dirs {
 		line, _ := os.ReadFile(dir + "/cmdline")
 		if bytes.Contains(line, []byte(root+"/")) || bytes.Contains(line, []byte(root+"\x00")) {
-			found = append(found, "process "+filepath.Base(dir)+": "+string(bytes.ReplaceAll(line, []byte{0}, []byte{' '})))
+			found = append(found, "process "+filepath.Base(dir)+": "+
+				string(bytes.ReplaceAll(line, []byte{0}, []byte{' '})))
 		}
 	}
 	return found
@@ -117,7 +118,9 @@ func (b *box) cgroups() (found []string) {
 // leftFiles lists files that no sandbox, checkpoint or image accounts for. An
 // empty root keeps its database, its lock files, its images and its log.
 func (b *box) leftFiles() (found []string) {
-	for _, dir := range []string{"sandboxes", "checkpoints", "checkpoints/failed", "run/restore", "run/runc", "run/tmp"} {
+	for _, dir := range []string{
+		"sandboxes", "checkpoints", "checkpoints/failed", "run/restore", "run/runc", "run/tmp",
+	} {
 		entries, _ := os.ReadDir(filepath.Join(b.root, dir))
 		for _, e := range entries {
 			if dir == "checkpoints" && e.Name() == "failed" {
@@ -136,7 +139,8 @@ func (b *box) leftFiles() (found []string) {
 		if err != nil || path == filepath.Join(b.root, "images") && b.shared {
 			return fs.SkipDir
 		}
-		if name := d.Name(); strings.HasSuffix(name, ".tmp") || strings.HasPrefix(name, "tmp.") || strings.HasPrefix(name, ".tmp") || name == "upper.new" {
+		if name := d.Name(); strings.HasSuffix(name, ".tmp") || strings.HasPrefix(name, "tmp.") ||
+			strings.HasPrefix(name, ".tmp") || name == "upper.new" {
 			found = append(found, "temporary file "+path)
 		}
 		return nil
@@ -174,7 +178,10 @@ func (b *box) netLeft() (found []string) {
 // command has gone without --root.
 func hostState() map[string]bool {
 	set := map[string]bool{}
-	for _, pattern := range []string{"/var/lib/agentbox", "/var/lib/agentbox/*", "/run/agentbox", "/tmp/.criu*", "/tmp/runc-process*", "/tmp/ab[0-9]*", "/dev/shm/ab[0-9]*", "/tmp/abfs*"} {
+	for _, pattern := range []string{
+		"/var/lib/agentbox", "/var/lib/agentbox/*", "/run/agentbox", "/tmp/.criu*", "/tmp/runc-process*",
+		"/tmp/ab[0-9]*", "/dev/shm/ab[0-9]*", "/tmp/abfs*",
+	} {
 		files, _ := filepath.Glob(pattern)
 		for _, f := range files {
 			set["file "+f] = true

@@ -137,7 +137,8 @@ func TestLeaseOwnerKilled(t *testing.T) {
 			t.Errorf("left: %+v", got)
 		}
 		got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", l))[0]
-		if got.State != "ended" || got.Reason != fmt.Sprintf("its owner, process %d, has ended", who.Process.Pid) || len(got.Sandboxes) != 1 || len(got.Checkpoints) != 1 {
+		if got.State != "ended" || got.Reason != fmt.Sprintf("its owner, process %d, has ended", who.Process.Pid) ||
+			len(got.Sandboxes) != 1 || len(got.Checkpoints) != 1 {
 			t.Errorf("on record: %+v", got)
 		}
 		b.awaitSupervisor(false) // nothing is left to supervise
@@ -159,7 +160,9 @@ func TestLeaseTimes(t *testing.T) {
 		t.Error("renewed, and removed all the same")
 	}
 	b.awaitSandboxes(0)
-	for name, want := range map[string]string{"beat": "it was not renewed within 20s", "dead": "its deadline, after 15s, has passed"} {
+	for name, want := range map[string]string{
+		"beat": "it was not renewed within 20s", "dead": "its deadline, after 15s, has passed",
+	} {
 		if got := decode[[]runtime.Lease](b, b.ok("lease", "inspect", name))[0]; got.Reason != want {
 			t.Errorf("%s: %q", name, got.Reason)
 		}

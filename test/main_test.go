@@ -54,7 +54,8 @@ func TestMain(m *testing.M) {
 		}
 		defer os.RemoveAll(bin)
 		for program, race := range map[string]bool{"agentbox": race, "agentbox-runtime": false} { // the latter is in sandboxes, too: static
-			build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-o", bin, "../cmd/"+program)
+			build := exec.Command("go", "build", "-tags", "failpoint", "-ldflags", "-s -w", "-o",
+				bin, "../cmd/"+program)
 			build.Env = append(os.Environ(), "CGO_ENABLED=0")
 			if race {
 				build.Args = slices.Insert(build.Args, 2, "-race")
@@ -75,7 +76,8 @@ func TestMain(m *testing.M) {
 		// A test that kills a CRIU may be followed by no command that finds none at work, and the
 		// tests of other packages run CRIU at the same time: a sweep may have to be made again.
 		left := newlyThere(before, hostState())
-		for deadline := time.Now().Add(3 * time.Minute); len(left) > 0 && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+		for deadline := time.Now().Add(3 * time.Minute); len(left) > 0 &&
+			time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
 			if err := criu.Sweep(); err != nil {
 				fmt.Fprintln(os.Stderr, err)
 				code = 1
@@ -247,7 +249,8 @@ type result struct {
 }
 
 func (r result) String() string {
-	return fmt.Sprintf("agentbox %s\nexit %d, killed %v\nstdout: %s\nstderr: %s", strings.Join(r.args, " "), r.code, r.killed, r.out, r.err)
+	return fmt.Sprintf("agentbox %s\nexit %d, killed %v\nstdout: %s\nstderr: %s", strings.Join(r.args, " "), r.code,
+		r.killed, r.out, r.err)
 }
 
 // commandTimeout bounds one command, so that one that hangs fails by its name.
@@ -256,7 +259,8 @@ var commandTimeout = 5 * time.Minute * patience
 var patience = thorough.Patience()
 
 func (b *box) command(ctx context.Context, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, filepath.Join(cmp.Or(b.bin, bin), "agentbox"), append([]string{"--root", b.root}, args...)...)
+	cmd := exec.CommandContext(ctx, filepath.Join(cmp.Or(b.bin, bin), "agentbox"),
+		append([]string{"--root", b.root}, args...)...)
 	cmd.Env = append(os.Environ(), b.env...)
 	return cmd
 }

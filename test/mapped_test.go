@@ -54,12 +54,16 @@ func robustMutex(t *testing.T, path string) {
 	says := func(name, when, want string) {
 		t.Helper()
 		b.sh(name, "rm -f /answer; touch /ask")
-		b.eventually("the program answers", func() bool { return b.try(nil, "exec", name, "test", "-f", "/answer").code == 0 })
+		b.eventually("the program answers", func() bool {
+			return b.try(nil, "exec", name, "test", "-f", "/answer").code == 0
+		})
 		if got := strings.TrimSpace(b.sh(name, "cat /answer")); got != want {
 			t.Errorf("%s: %q, want %q", when, got, want)
 		}
 	}
-	b.eventually("the program is ready", func() bool { return b.try(nil, "exec", name, "test", "-f", "/child").code == 0 })
+	b.eventually("the program is ready", func() bool {
+		return b.try(nil, "exec", name, "test", "-f", "/child").code == 0
+	})
 
 	ck := b.checkpoint(name)
 	b.ok("restore", name, ck)

@@ -173,7 +173,8 @@ func TestMCPTools(t *testing.T) {
 			b.start("c", "-w", "/work", "busybox", "sleep", "1000")
 			a := connect(b, "--allow-create", "--image", "busybox", "c")
 			for tool, err := range a.session.Tools(t.Context(), nil) {
-				if err != nil || !strings.Contains(tool.Description, "working directory is /work") || !strings.Contains(tool.Description, "omitted path means the working directory") {
+				if err != nil || !strings.Contains(tool.Description, "working directory is /work") ||
+					!strings.Contains(tool.Description, "omitted path means the working directory") {
 					t.Fatalf("%v: the description does not tell where it acts: %s", err, tool.Description)
 				}
 			}
@@ -197,14 +198,18 @@ func TestMCPTools(t *testing.T) {
 func everyTool(a *agent) {
 	a.Helper()
 	a.does(`(?s)^/work\n.*exit code 3`, "run_command", args{"command": "pwd; exit 3"})
-	a.does(`^c 1 /work\n\[exit`, "run_command", args{"command": "echo $AGENTBOX_SANDBOX_NAME $AGENTBOX_ATTEMPT $AGENTBOX_WORKDIR"})
+	a.does(`^c 1 /work\n\[exit`, "run_command",
+		args{"command": "echo $AGENTBOX_SANDBOX_NAME $AGENTBOX_ATTEMPT $AGENTBOX_WORKDIR"})
 	a.does(`^/work/sub\n`, "run_command", args{"command": "mkdir -p /work/sub; cd /work/sub; pwd"})
 	a.does(`^/work/sub\n`, "run_command", args{"command": "pwd", "cwd": "sub"})
-	a.refuses(`ended after .*timeout of 1 s`, "run_command", args{"command": "echo x; sleep 500 & sleep 500", "timeout": 1})
-	a.does(`^\[exit code 1`, "run_command", args{"command": "ps | grep -v grep | grep -q 'sleep 500'"}) // nothing of it is left
+	a.refuses(`ended after .*timeout of 1 s`, "run_command",
+		args{"command": "echo x; sleep 500 & sleep 500", "timeout": 1})
+	// nothing of it is left
+	a.does(`^\[exit code 1`, "run_command", args{"command": "ps | grep -v grep | grep -q 'sleep 500'"})
 
 	// More output than one answer takes.
-	text := a.does(`left out here; job_output with job "\d+" and offset 10000`, "run_command", args{"command": "seq 1 20000"})
+	text := a.does(`left out here; job_output with job "\d+" and offset 10000`, "run_command",
+		args{"command": "seq 1 20000"})
 	job := regexp.MustCompile(`job "(\d+)"`).FindStringSubmatch(text)[1]
 	if !strings.HasPrefix(text, "1\n2\n") || !strings.Contains(text, "\n20000\n") || len(text) > 32_000 {
 		a.Errorf("%d bytes: %.100s", len(text), text)
@@ -212,17 +217,20 @@ func everyTool(a *agent) {
 	a.does(`next offset 40000 of 108894`, "job_output", args{"job": job, "offset": 10000})
 	a.does(`^20000\n\[job`, "job_output", args{"job": job, "offset": 108888})
 
-	job = regexp.MustCompile(`\d+`).FindString(a.does(`^job \d+ runs`, "run_command", args{"command": "trap 'echo bye; exit 4' TERM; echo begun; while :; do sleep 0.1; done", "background": true}))
+	job = regexp.MustCompile(`\d+`).FindString(a.does(`^job \d+ runs`, "run_command",
+		args{"command": "trap 'echo bye; exit 4' TERM; echo begun; while :; do sleep 0.1; done", "background": true}))
 	a.does("", "run_command", args{"command": "until ps | grep -q 'sleep 0[.]1'; do :; done"})
 	a.does(`^begun\n\[job \d+: running`, "job_output", args{"job": job, "wait": 60})
 	a.does(`ended .*job_stop`, "job_stop", args{"job": job})
 	a.does(`(?s)^begun\n.*bye\n`, "job_output", args{"job": job, "wait": 10})
 	a.refuses(`not found`, "job_output", args{"job": "999"})
 
-	a.does(`^made /work/src/a.go, 26 bytes`, "write_file", args{"path": "src/a.go", "content": "package a\n\nvar x, y = 1, 1"})
+	a.does(`^made /work/src/a.go, 26 bytes`, "write_file",
+		args{"path": "src/a.go", "content": "package a\n\nvar x, y = 1, 1"})
 	a.does(`^package a\n\nvar x, y = 1, 1$`, "read_file", args{"path": "/work/src/a.go"})
 	a.does(`^\n\[this is line 2 to 2 .* offset 3\]`, "read_file", args{"path": "src/a.go", "offset": 2, "limit": 1})
-	a.refuses(`old is in the file 2 times, in line 3, 3.*\n.*unique`, "edit_file", args{"path": "src/a.go", "old": "1", "new": "2"})
+	a.refuses(`old is in the file 2 times, in line 3, 3.*\n.*unique`, "edit_file",
+		args{"path": "src/a.go", "old": "1", "new": "2"})
 	a.refuses(`not in the file`, "edit_file", args{"path": "src/a.go", "old": "z", "new": "2"})
 	a.does(`1 occ`, "edit_file", args{"path": "src/a.go", "old": "x, y = 1", "new": "x, y = 2"})
 	a.does(`4 occ`, "edit_file", args{"path": "src/a.go", "old": "a", "new": "b", "replace_all": true})
@@ -232,8 +240,11 @@ func everyTool(a *agent) {
 	a.does(`src/a.go \(26 bytes\)`, "list_files", args{"depth": 2})
 	a.does(`^/work/src/a.go\n$`, "glob", args{"pattern": "**/*.{go,c}"})
 	a.does(`^/work/src/a.go:3:vbr x`, "grep", args{"pattern": `VBR\s`, "ignore_case": true, "glob": "*.go"})
-	a.does(`^/work/src/a.go\n$`, "grep", args{"pattern": `b$`, "path": "src", "files_only": true, "glob": "/work/**/a.go"})
-	a.does(`^/work/src/a.go-1-pbckbge b\n/work/src/a.go-2-\n/work/src/a.go:3:vbr`, "grep", args{"pattern": `^vbr`, "path": "src/a.go", "context": 2})
+	a.does(`^/work/src/a.go\n$`, "grep", args{
+		"pattern": `b$`, "path": "src", "files_only": true, "glob": "/work/**/a.go",
+	})
+	a.does(`^/work/src/a.go-1-pbckbge b\n/work/src/a.go-2-\n/work/src/a.go:3:vbr`, "grep",
+		args{"pattern": `^vbr`, "path": "src/a.go", "context": 2})
 	a.does(`nothing in /work matches`, "grep", args{"pattern": "nowhere"})
 	a.refuses(`missing closing \)`, "grep", args{"pattern": "("})
 
@@ -242,7 +253,8 @@ func everyTool(a *agent) {
 	a.does(`(?s)D /work/src/\n.*D /work/src/a.go`, "diff", args{})
 	a.does(`(?s)\+new.*-pbckbge b`, "diff", args{"from": "one", "patch": true})
 	a.does(`^\* [0-9a-f]+ \(one\), full, .* by mcp`, "log", args{})
-	job = regexp.MustCompile(`\d+`).FindString(a.does(`^job \d+ runs`, "run_command", args{"command": "sleep 999", "background": true}))
+	job = regexp.MustCompile(`\d+`).FindString(a.does(`^job \d+ runs`, "run_command",
+		args{"command": "sleep 999", "background": true}))
 	a.does(`checkpoint [0-9a-f]+ \(one\).*attempt 2.*undo`, "restore", args{"checkpoint": "one"})
 	a.does(`ended after .*: a restore`, "job_output", args{"job": job})
 	a.does(`^src\nsub\n\[exit`, "run_command", args{"command": "ls"})
@@ -250,10 +262,12 @@ func everyTool(a *agent) {
 	a.does(`^new\nsub\n\[exit`, "run_command", args{"command": "cd /work; echo *|tr ' ' '\n'"})
 	a.refuses(`no such checkpoint of sandbox c.*not found\nlog lists`, "restore", args{"checkpoint": "two"})
 
-	fork := regexp.MustCompile(`c-fork-\w+`).FindString(a.does(`^forked into c-fork-`, "fork", args{"checkpoint": "one"}))
+	fork := regexp.MustCompile(`c-fork-\w+`).FindString(a.does(`^forked into c-fork-`, "fork",
+		args{"checkpoint": "one"}))
 	a.does(`^/work/src/a.go\n$`, "glob", args{"pattern": "src/*", "sandbox": fork})
 	a.does(`nothing`, "glob", args{"pattern": "src*"})
-	made := regexp.MustCompile(`mcp-\w+`).FindString(a.does(`of image busybox runs; its working directory is /$`, "create_sandbox", args{}))
+	made := regexp.MustCompile(`mcp-\w+`).FindString(a.does(`of image busybox runs; its working directory is /$`,
+		"create_sandbox", args{}))
 	a.refuses(`may not be used here`, "create_sandbox", args{"image": "debian"})
 	a.does(`(?s)^c: running.*given\n`+fork+`: running.*made.*\n`+made, "list_sandboxes", args{})
 	a.does(`^root\n`, "run_command", args{"sandbox": made, "command": "whoami"})
@@ -269,7 +283,9 @@ func TestMCPModes(t *testing.T) {
 	b.start("c", "-w", "/work", "busybox", "sleep", "1000")
 	b.sh("c", "echo text >f")
 	a := b.agent("--read-only", "c")
-	if got := a.tools(); !slices.Equal(got, []string{"diff", "glob", "grep", "list_files", "list_sandboxes", "log", "read_file"}) {
+	if got := a.tools(); !slices.Equal(got, []string{
+		"diff", "glob", "grep", "list_files", "list_sandboxes", "log", "read_file",
+	}) {
 		t.Errorf("read-only: %v", got)
 	}
 	a.does(`^text\n$`, "read_file", args{"path": "f"})
@@ -301,7 +317,8 @@ func TestMCPJail(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
 	b.start("c", "-w", "/work", "-u", "1000:1000", "--cap-add", "MKNOD", "busybox", "sleep", "1000")
-	b.ok("exec", "-u", "0", "c", "sh", "-c", `chown 1000:1000 /work && chmod 777 /tmp && ln -s /work /alias && echo root >/work/roots && chmod 600 /work/roots && mknod /work/null c 1 3 && mkdir /work/shut && chmod 700 /work/shut`)
+	b.ok("exec", "-u", "0", "c", "sh", "-c",
+		`chown 1000:1000 /work && chmod 777 /tmp && ln -s /work /alias && echo root >/work/roots && chmod 600 /work/roots && mknod /work/null c 1 3 && mkdir /work/shut && chmod 700 /work/shut`)
 	b.sh("c", `mkdir src; echo a >src/a; ln -s /etc etc; ln -s /work/src/none dangling; ln -s / slash; mkfifo fifo; ln -s loop loop; printf 'a\0b' >binary; : >empty; seq 1 5000 >long; head -c 5000 /dev/zero | tr '\0' x >wide`)
 	a := b.agent("c")
 	where := `working directory /work(?s:.*)Use a path below /work`
@@ -314,7 +331,10 @@ func TestMCPJail(t *testing.T) {
 	a.does(`^1000 1000 644\n`, "run_command", args{"command": "stat -c '%u %g %a' new/deep/f"})
 
 	// Escapes: at once, with an error that names the working directory.
-	for _, path := range []string{"/etc/passwd", "../etc/passwd", "etc/passwd", "slash/etc/passwd", "/", "/root/.ssh/id_rsa", "/home/user/project/main.go", "etc/new", "../../../../.."} {
+	for _, path := range []string{
+		"/etc/passwd", "../etc/passwd", "etc/passwd", "slash/etc/passwd", "/", "/root/.ssh/id_rsa",
+		"/home/user/project/main.go", "etc/new", "../../../../..",
+	} {
 		a.refuses(where, "read_file", args{"path": path})
 		a.refuses(where, "write_file", args{"path": path, "content": "x"})
 		a.refuses(where, "edit_file", args{"path": path, "old": "x", "new": "y"})
@@ -359,8 +379,10 @@ func TestMCPJail(t *testing.T) {
 	whole.refuses(`permission denied`, "write_file", args{"path": "/etc/passwd", "content": "x"})
 	whole.refuses(`denied: the kernel makes it up`, "read_file", args{"path": "/proc/version"})
 	whole.refuses(`denied|permission|not a directory`, "write_file", args{"path": "/proc/self/mem", "content": "x"})
-	whole.refuses(`(?i)denied|read-only|permission`, "write_file", args{"path": "/proc/sys/kernel/core_pattern", "content": "x"})
-	if text := whole.does(`/etc/passwd`, "glob", args{"path": "/", "pattern": "**/passwd"}); strings.Contains(text, "/proc") || strings.Contains(text, "slash") {
+	whole.refuses(`(?i)denied|read-only|permission`, "write_file",
+		args{"path": "/proc/sys/kernel/core_pattern", "content": "x"})
+	if text := whole.does(`/etc/passwd`, "glob", args{"path": "/", "pattern": "**/passwd"}); strings.Contains(text,
+		"/proc") || strings.Contains(text, "slash") {
 		t.Errorf("the walk went astray: %s", text)
 	}
 
@@ -382,7 +404,8 @@ func TestMCPBounds(t *testing.T) {
 		t.Errorf("%d bytes", len(text))
 	}
 	a.does(`the search ended 64 directories deep`, "glob", args{"pattern": "**/end"})
-	if text := a.does(`only the first 200 are shown`, "grep", args{"pattern": "match"}); strings.Count(text, ":match") != 200 {
+	if text := a.does(`only the first 200 are shown`, "grep",
+		args{"pattern": "match"}); strings.Count(text, ":match") != 200 {
 		t.Errorf("%s", text)
 	}
 	a.does(`only the first 1000`, "list_files", args{"path": "many"})
@@ -435,7 +458,9 @@ func TestMCPRace(t *testing.T) {
 	}
 	b.sh("c", fmt.Sprintf(`mkdir /work/d /out; echo inside >/work/d/f; echo outside >/out/f; cd /work; ln -s /out l; ln -s ../../../../../../../..%s h`, secret))
 	a := b.agent("c")
-	a.does("runs", "run_command", args{"background": true, "command": `while :; do mv d e; mv l d; mv d l; mv h d; mv d h; mv e d; done`})
+	a.does("runs", "run_command", args{
+		"background": true, "command": `while :; do mv d e; mv l d; mv d l; mv h d; mv d h; mv e d; done`,
+	})
 	inside, refused := 0, 0
 	deadline := time.Now().Add(20 * time.Second)
 	for i := 0; (i < 60 || inside == 0 || refused == 0) && time.Now().Before(deadline); i++ {
@@ -443,14 +468,16 @@ func TestMCPRace(t *testing.T) {
 			tool string
 			in   args
 		}{
-			{"read_file", args{"path": "d/f"}}, {"write_file", args{"path": "d/made", "content": "made"}}, {"edit_file", args{"path": "d/f", "old": "side", "new": "side"}},
+			{"read_file", args{"path": "d/f"}}, {"write_file", args{"path": "d/made", "content": "made"}},
+			{"edit_file", args{"path": "d/f", "old": "side", "new": "side"}},
 			{"glob", args{"pattern": "d/*"}}, {"grep", args{"pattern": "of the host|outside"}},
 		} {
 			text, failed, err := a.call(t.Context(), c.tool, c.in)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if strings.Contains(text, "of the host") && c.tool != "grep" || strings.Contains(text, "outside\n") || strings.Contains(text, "secret/f") {
+			if strings.Contains(text, "of the host") && c.tool != "grep" || strings.Contains(text, "outside\n") ||
+				strings.Contains(text, "secret/f") {
 				t.Fatalf("%s escaped: %s", c.tool, text)
 			}
 			switch {
@@ -535,7 +562,8 @@ func TestMCPSession(t *testing.T) {
 	a.session = nil
 	a = b.agent("kept")
 	names := b.ok("ps", "-a", "--format", "json")
-	if strings.Contains(names, `"name": "lost"`) || !strings.Contains(names, `"name": "rescued"`) || !strings.Contains(names, `"name": "kept"`) {
+	if strings.Contains(names, `"name": "lost"`) || !strings.Contains(names, `"name": "rescued"`) ||
+		!strings.Contains(names, `"name": "kept"`) {
 		t.Errorf("after a session that was killed there are: %s", names)
 	}
 
@@ -557,7 +585,8 @@ func (a *agent) cancels(sandbox string) {
 		a.sh(sandbox, "until ps | grep -q 'sleep 77[7]'; do :; done")
 		cancel()
 	}()
-	if _, _, err := a.call(ctx, "run_command", args{"command": "sleep 777 & sleep 777"}); !errors.Is(err, context.Canceled) {
+	if _, _, err := a.call(ctx, "run_command",
+		args{"command": "sleep 777 & sleep 777"}); !errors.Is(err, context.Canceled) {
 		a.Errorf("cancelled: %v", err)
 	}
 	<-began
@@ -614,7 +643,8 @@ func TestMCPDoor(t *testing.T) {
 	if fi, err := os.Stat(socket); err != nil || fi.Mode().Perm() != 0o600 {
 		t.Errorf("the socket: %v, %v", fi, err)
 	}
-	client := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+	client := &http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn,
+		error) {
 		return (&net.Dialer{}).DialContext(ctx, "unix", socket)
 	}}}
 	a := b.connect(cmd, &mcp.StreamableClientTransport{Endpoint: "http://agentbox/mcp", HTTPClient: client})

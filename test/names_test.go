@@ -18,7 +18,8 @@ func TestNamesOfCheckpoints(t *testing.T) {
 	a1 := b.checkpoint("--name", "a1", "y")
 	for _, name := range []string{"image", "head", "undo", "now", "latest", "HEAD"} {
 		for _, args := range [][]string{{"checkpoint", "--name", name, "x"}, {"checkpoint", "tag", "x@own", name}} {
-			if r := b.try(nil, args...); r.code != 2 || !strings.Contains(r.err, "reserved") || !strings.Contains(r.err, "\nhint: ") {
+			if r := b.try(nil, args...); r.code != 2 || !strings.Contains(r.err, "reserved") ||
+				!strings.Contains(r.err, "\nhint: ") {
 				t.Errorf("want 2 and that it is reserved: %s", r)
 			}
 		}
@@ -26,12 +27,15 @@ func TestNamesOfCheckpoints(t *testing.T) {
 	b.ok("create", "--name", "now", "--network", "none", "busybox", "true") // of a sandbox it means nothing
 	b.own("now")
 	for _, args := range [][]string{
-		{"restore", "x", "a1"}, {"restore", "x", "x@a1"}, {"restore", "--dry-run", "x", "a1"}, {"fork", "x@a1"}, {"diff", "x@a1"}, {"commit", "x@a1", "made"},
-		{"checkpoint", "inspect", "x@a1"}, {"checkpoint", "rm", "x@a1"}, {"checkpoint", "tag", "x@a1", "more"}, {"checkpoint", "pin", "x@a1"},
+		{"restore", "x", "a1"}, {"restore", "x", "x@a1"}, {"restore", "--dry-run", "x", "a1"}, {"fork", "x@a1"},
+		{"diff", "x@a1"}, {"commit", "x@a1", "made"},
+		{"checkpoint", "inspect", "x@a1"}, {"checkpoint", "rm", "x@a1"}, {"checkpoint", "tag", "x@a1", "more"},
+		{"checkpoint", "pin", "x@a1"},
 		{"checkpoint", "export", "x@a1", "-"}, {"verify", "x@a1"},
 	} {
 		r := b.try(nil, args...)
-		if r.code != 3 || !strings.Contains(r.err, `sandbox x has no checkpoint "a1": not found`) || strings.Contains(r.err, b.inspect("x").ID) {
+		if r.code != 3 || !strings.Contains(r.err, `sandbox x has no checkpoint "a1": not found`) ||
+			strings.Contains(r.err, b.inspect("x").ID) {
 			t.Errorf("want 3 and the names that were given: %s", r)
 		}
 		if bare := args[len(args)-1] == "a1"; bare && !strings.Contains(r.err, "y@a1") {

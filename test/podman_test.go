@@ -42,7 +42,8 @@ func newPodman(t *testing.T) *podmanBox {
 			t.Fatal(err)
 		}
 	}
-	p.env = append(os.Environ(), "CONTAINERS_STORAGE_CONF="+p.path("storage.conf"), "CONTAINERS_CONF="+p.path("containers.conf"),
+	p.env = append(os.Environ(), "CONTAINERS_STORAGE_CONF="+p.path("storage.conf"),
+		"CONTAINERS_CONF="+p.path("containers.conf"),
 		"AGENTBOX_RUN=", "AGENTBOX_RUNTIME=", "AGENTBOX_ROOT="+p.path("root"))
 
 	const setUp = `set -e
@@ -73,7 +74,8 @@ exec cat > /dev/null`
 		// Processes that Podman left to end by themselves are killed with their namespace, and
 		// may write until then.
 		err := os.RemoveAll(dir)
-		for end := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		for end := time.Now().Add(10 * time.Second); err != nil &&
+			time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 			err = os.RemoveAll(dir)
 		}
 		if err != nil {
@@ -160,7 +162,8 @@ func (p *podmanBox) refused(words []string, name string, args ...string) {
 // reboot takes from Podman and agentbox what a reboot does, once nothing of theirs runs.
 func (p *podmanBox) reboot() {
 	p.Helper()
-	p.ok("sh", "-c", "umount "+p.path("storage")+"/overlay; umount /run/netns/* /run/netns 2>/dev/null; rm -rf /run/* && test -z \"$(ls -A /run)\"")
+	p.ok("sh", "-c", "umount "+p.path("storage")+
+		"/overlay; umount /run/netns/* /run/netns 2>/dev/null; rm -rf /run/* && test -z \"$(ls -A /run)\"")
 }
 
 func (p *podmanBox) eventually(what string, cond func() bool) {
@@ -227,18 +230,22 @@ func (p *podmanBox) printed(name string) (numbers []int) {
 func TestPodman(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)
-	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "-p", "18080:80", "-m", "200m", "--pids-limit", "99", "-e", "MARK=1", "bb", "sh", "-c",
-		"mkdir -p /work /www; echo precious > /work/file; echo served > /www/index.html; busybox httpd -h /www; "+counter)
+	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "-p", "18080:80", "-m", "200m", "--pids-limit",
+		"99", "-e", "MARK=1", "bb", "sh", "-c",
+		"mkdir -p /work /www; echo precious > /work/file; echo served > /www/index.html; busybox httpd -h /www; "+
+			counter)
 	p.reaches("c", 10)
 	served := func() string {
-		out, _, _ := p.try("sh", "-c", `printf 'GET / HTTP/1.0\r\n\r\n' | busybox nc -w 5 `+p.inspect("c", "{{.NetworkSettings.IPAddress}}")+` 80 | tail -1`)
+		out, _, _ := p.try("sh", "-c", `printf 'GET / HTTP/1.0\r\n\r\n' | busybox nc -w 5 `+
+			p.inspect("c", "{{.NetworkSettings.IPAddress}}")+` 80 | tail -1`)
 		return out
 	}
 	p.eventually("it serves", func() bool { return served() == "served" })
 	address := p.inspect("c", "{{.NetworkSettings.IPAddress}} {{.NetworkSettings.MacAddress}}")
 	p.ok("podman", "exec", "c", "sh", "-c", "echo 192.0.2.1 ours >> /etc/hosts")
 	first := p.ok("agentbox", "checkpoint", "podman://c", "--name", "first")
-	if out := p.ok("agentbox", "top", "--no-stream", "--format", "json", "podman://c"); !strings.Contains(out, `"memory_limit":209715200,"pids":`) || !strings.Contains(out, `"pids_limit":99,"disk":`) {
+	if out := p.ok("agentbox", "top", "--no-stream", "--format", "json", "podman://c"); !strings.Contains(out,
+		`"memory_limit":209715200,"pids":`) || !strings.Contains(out, `"pids_limit":99,"disk":`) {
 		t.Errorf("agentbox top: %s", out)
 	}
 	low := p.reaches("c", p.count("c"))
@@ -249,7 +256,8 @@ func TestPodman(t *testing.T) {
 	p.ok("podman", "exec", "c", "sh", "-c", "rm -rf /work /www; touch /work2; echo 192.0.2.1 theirs >> /etc/hosts")
 	before := len(p.printed("c"))
 	p.ok("agentbox", "restore", "podman://c", "first")
-	if got := p.ok("podman", "exec", "c", "sh", "-c", "cat /work/file; ls /work2 2>&1; grep -c theirs /etc/hosts; grep -c ours /etc/hosts; tr '\\0' '\\n' < /proc/1/environ | grep ^MARK"); got !=
+	if got := p.ok("podman", "exec", "c", "sh", "-c",
+		"cat /work/file; ls /work2 2>&1; grep -c theirs /etc/hosts; grep -c ours /etc/hosts; tr '\\0' '\\n' < /proc/1/environ | grep ^MARK"); got !=
 		"precious\nls: /work2: No such file or directory\n0\n1\nMARK=1" {
 		t.Errorf("in the restored container: %s", got)
 	}
@@ -285,7 +293,8 @@ func TestPodman(t *testing.T) {
 	p.ok("agentbox", "restore", "podman://c", "second")
 	p.eventually("the log goes on again", func() bool { return len(back()) > 1 })
 	if steps := back(); len(steps) != 2 || steps[1] < low || steps[1] > middle+1 {
-		t.Errorf("after the restore of the second it went on with %d; the checkpoint was between %d and %d", steps, low+20, middle)
+		t.Errorf("after the restore of the second it went on with %d; the checkpoint was between %d and %d", steps,
+			low+20, middle)
 	}
 	p.ok("podman", "restart", "-t", "0", "c")
 	p.eventually("it starts afresh", func() bool { return len(back()) > 2 && back()[2] == 1 })
@@ -296,7 +305,8 @@ func TestPodman(t *testing.T) {
 	p.reboot()
 	p.ok("agentbox", "restore", "podman://c", first)
 	p.reaches("c", 10)
-	if got := p.ok("podman", "exec", "c", "cat", "/etc/hosts"); !strings.Contains(got, "192.0.2.1 ours") || strings.Contains(got, "theirs") {
+	if got := p.ok("podman", "exec", "c", "cat", "/etc/hosts"); !strings.Contains(got, "192.0.2.1 ours") ||
+		strings.Contains(got, "theirs") {
 		t.Errorf("after a reboot and a restore /etc/hosts is %s", got)
 	}
 	p.eventually("the log goes on from stopped", func() bool { return len(back()) > 3 })
@@ -308,8 +318,10 @@ func TestPodman(t *testing.T) {
 	}
 
 	var sandbox struct{ Name, Status, Backend, Address string }
-	if err := json.Unmarshal([]byte(strings.Trim(p.ok("agentbox", "inspect", "podman://c"), "[]\n ")), &sandbox); err != nil ||
-		sandbox.Name != "podman://c" || sandbox.Status != "running" || sandbox.Backend != "podman" || sandbox.Address == "" {
+	if err := json.Unmarshal([]byte(strings.Trim(p.ok("agentbox", "inspect", "podman://c"), "[]\n ")),
+		&sandbox); err != nil ||
+		sandbox.Name != "podman://c" || sandbox.Status != "running" || sandbox.Backend != "podman" ||
+		sandbox.Address == "" {
 		t.Errorf("agentbox inspect: %+v, %v", sandbox, err)
 	}
 	p.ok("agentbox", "checkpoint", "rm", first)
@@ -338,7 +350,8 @@ func TestPodmanConnection(t *testing.T) {
 		t.Fatalf("gateway %q", gateway)
 	}
 	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--restart", "always", "--name", "c", "bb", "sh", "-c",
-		fmt.Sprintf("(until test -e /go; do sleep 0.05; done; echo hello) | nc %s 9000; echo $? > /ended; sleep 1000", gateway))
+		fmt.Sprintf("(until test -e /go; do sleep 0.05; done; echo hello) | nc %s 9000; echo $? > /ended; sleep 1000",
+			gateway))
 	established := func() bool {
 		out, _, _ := p.try("podman", "exec", "c", "sh", "-c", "netstat -tn | grep -c ESTABLISHED")
 		return out == "1"
@@ -383,16 +396,19 @@ func TestPodmanConnection(t *testing.T) {
 func TestPodmanVolumes(t *testing.T) {
 	t.Parallel()
 	p := newPodman(t)
-	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "--network", "none", "-v", "ledger:/data", "-v", "/anonymous", "bb", "sh", "-c",
+	p.ok("podman", "run", "-d", "--runtime", "agentbox", "--name", "c", "--network", "none", "-v", "ledger:/data", "-v",
+		"/anonymous", "bb", "sh", "-c",
 		"echo kept > /data/open; exec 3< /data/open; "+counter)
 	p.reaches("c", 5)
 	if out, stderr, err := p.try("agentbox", "checkpoint", "podman://c", "--name", "without"); err != nil ||
-		!strings.Contains(out+stderr+p.ok("agentbox", "checkpoint", "inspect", "podman://c@without"), "/data is volume ledger and not part of the checkpoint") {
+		!strings.Contains(out+stderr+p.ok("agentbox", "checkpoint", "inspect", "podman://c@without"),
+			"/data is volume ledger and not part of the checkpoint") {
 		t.Errorf("without volumes: %v: %s", err, stderr)
 	}
 	p.ok("podman", "exec", "c", "sh", "-c", "echo more than there was > /data/open")
 	at := p.count("c")
-	p.refused([]string{"/data/open", "a process of the checkpoint has open", "and had 5 then"}, "agentbox", "restore", "podman://c", "without")
+	p.refused([]string{"/data/open", "a process of the checkpoint has open", "and had 5 then"}, "agentbox", "restore",
+		"podman://c", "without")
 	p.reaches("c", at+3)
 	p.ok("podman", "exec", "c", "sh", "-c", "echo kept > /data/open; echo stays > /data/f")
 	p.ok("agentbox", "restore", "podman://c", "without")
@@ -400,17 +416,22 @@ func TestPodmanVolumes(t *testing.T) {
 		t.Errorf("in a volume that is not part of the checkpoint: %q", got)
 	}
 
-	if _, stderr, err := p.try("agentbox", "checkpoint", "podman://c", "--name", "with", "--with-volumes"); err != nil || strings.Contains(stderr, "ledger") {
+	if _, stderr, err := p.try("agentbox", "checkpoint", "podman://c", "--name", "with",
+		"--with-volumes"); err != nil || strings.Contains(stderr, "ledger") {
 		t.Errorf("with volumes: %v: %s", err, stderr)
 	}
-	p.ok("podman", "exec", "c", "sh", "-c", "echo lost, and long > /data/open; echo lost > /data/g; rm /data/f; echo lost > /anonymous/f")
+	p.ok("podman", "exec", "c", "sh", "-c",
+		"echo lost, and long > /data/open; echo lost > /data/g; rm /data/f; echo lost > /anonymous/f")
 	p.ok("podman", "run", "-d", "--name", "other", "-v", "ledger:/d", "bb", "sleep", "1000")
 	at = p.count("c")
-	p.refused([]string{"volume ledger is in use by other", "Stop that first"}, "agentbox", "restore", "podman://c", "with")
+	p.refused([]string{"volume ledger is in use by other", "Stop that first"}, "agentbox",
+		"restore", "podman://c", "with")
 	p.refused([]string{"volume ledger is in use by other"}, "agentbox", "checkpoint", "podman://c", "--with-volumes")
 	p.reaches("c", at+3)
 	p.ok("podman", "rm", "-f", "-t", "0", "other")
-	for _, restore := range [][]string{{"restore", "podman://c", "with", "--verify"}, {"restore", "podman://c", "with", "--files-only"}} {
+	for _, restore := range [][]string{
+		{"restore", "podman://c", "with", "--verify"}, {"restore", "podman://c", "with", "--files-only"},
+	} {
 		p.ok("agentbox", restore...)
 		if got := p.ok("podman", "exec", "c", "sh", "-c", "cat /data/*; ls /anonymous"); got != "stays\nkept" {
 			t.Errorf("after %q the volumes have %q", restore, got)
@@ -418,7 +439,9 @@ func TestPodmanVolumes(t *testing.T) {
 		p.ok("podman", "exec", "c", "sh", "-c", "echo lost > /data/g; rm /data/f; echo lost > /anonymous/f")
 	}
 	// Another directory took no place of its: Podman's volume is the one that is told of.
-	if got, err := os.ReadFile(filepath.Join(p.ok("podman", "volume", "inspect", "--format", "{{.Mountpoint}}", "ledger"), "g")); err != nil || string(got) != "lost\n" {
+	if got, err := os.ReadFile(filepath.Join(
+		p.ok("podman", "volume", "inspect", "--format", "{{.Mountpoint}}", "ledger"),
+		"g")); err != nil || string(got) != "lost\n" {
 		t.Errorf("what the container wrote is for Podman %q, %v", got, err)
 	}
 	p.ok("podman", "rm", "-f", "-t", "0", "c")
@@ -464,7 +487,8 @@ func TestPodmanRefusals(t *testing.T) {
 	p.ok("agentbox", "checkpoint", "podman://plain")
 	p.ok("podman", "exec", "plain", "sh", "-c", "echo new > /file")
 	at := p.count("plain")
-	p.refused([]string{"only agentbox-runtime restores", "podman run --runtime agentbox", "--files-only"}, "agentbox", "restore", "podman://plain")
+	p.refused([]string{"only agentbox-runtime restores", "podman run --runtime agentbox", "--files-only"}, "agentbox",
+		"restore", "podman://plain")
 	p.reaches("plain", at+3)
 	p.ok("agentbox", "restore", "--files-only", "podman://plain")
 	if got := p.ok("podman", "exec", "plain", "cat", "/file"); got != "old" {
@@ -492,7 +516,8 @@ func (p *podmanBox) runsCommitted() {
 	if got := p.ok("podman", "run", "--rm", "oci-archive:"+p.path("own.tar")); got != "own" {
 		p.Errorf("Podman runs it: %q", got)
 	}
-	if got := p.ok("podman", "run", "--rm", "oci-archive:"+p.path("own.tar"), "sh", "-c", "stat -c %a:%u:%g /own; ls /bin/vi 2>/dev/null || echo gone"); got != "640:3:4\ngone" {
+	if got := p.ok("podman", "run", "--rm", "oci-archive:"+p.path("own.tar"), "sh", "-c",
+		"stat -c %a:%u:%g /own; ls /bin/vi 2>/dev/null || echo gone"); got != "640:3:4\ngone" {
 		p.Errorf("Podman runs it: %q", got)
 	}
 }

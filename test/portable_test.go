@@ -15,7 +15,8 @@ import (
 // file is the same each time, here and there.
 func TestExportImport(t *testing.T) {
 	a, b := newBox(t), newBox(t)
-	a.start("c", "--network", "none", "busybox", "sh", "-c", "rm /bin/vi; rm -r /tmp; mkdir /tmp; echo hi > /tmp/file; "+counter)
+	a.start("c", "--network", "none", "busybox", "sh", "-c",
+		"rm /bin/vi; rm -r /tmp; mkdir /tmp; echo hi > /tmp/file; "+counter)
 	a.reaches("c", 10)
 	id := a.checkpoint("c", "--name", "first", "--stop")
 	last, _ := strconv.Atoi(a.file("c", "count"))
@@ -45,7 +46,8 @@ func TestExportImport(t *testing.T) {
 	b.own("c")
 	b.ok("restore", "--foreign", "c")
 	b.wentOn("c", 0, last, last)
-	equal(b, "its files", b.sh("c", "cat /tmp/file; ls /tmp /bin/vi 2>&1; true"), "hi\nls: /bin/vi: No such file or directory\n/tmp:\nfile")
+	equal(b, "its files", b.sh("c", "cat /tmp/file; ls /tmp /bin/vi 2>&1; true"),
+		"hi\nls: /bin/vi: No such file or directory\n/tmp:\nfile")
 	out := filepath.Join(b.root, "3.tar.zst")
 	b.ok("checkpoint", "export", strings.TrimSpace(r.out), out)
 	equal(b, "bytes differ after the way there", readFile(t, out) != first, false)
@@ -74,8 +76,10 @@ func readFile(t *testing.T, path string) string {
 func TestExportToPodman(t *testing.T) {
 	p := newPodman(t)
 	p.ok("podman", "save", "--format", "oci-archive", "-o", p.path("bb.oci"), "localhost/bb:latest")
-	p.ok("agentbox", "image", "tag", p.ok("agentbox", "image", "pull", "oci-archive:"+p.path("bb.oci")), "localhost/bb:latest")
-	p.ok("agentbox", "run", "-d", "--network", "none", "--userns", "host", "--name", "c", "localhost/bb:latest", "sh", "-c", "echo hi > /tmp/file; "+counter)
+	p.ok("agentbox", "image", "tag", p.ok("agentbox", "image", "pull",
+		"oci-archive:"+p.path("bb.oci")), "localhost/bb:latest")
+	p.ok("agentbox", "run", "-d", "--network", "none", "--userns", "host", "--name", "c", "localhost/bb:latest", "sh",
+		"-c", "echo hi > /tmp/file; "+counter)
 	count := func() int {
 		out, _, _ := p.try("agentbox", "exec", "c", "cat", "/count")
 		n, _ := strconv.Atoi(out)
@@ -104,13 +108,15 @@ func TestExportToPodman(t *testing.T) {
 func TestImportFromPodman(t *testing.T) {
 	p := newPodman(t)
 	p.ok("agentbox", "image", "import", "bb", p.path("image.tar"))
-	p.ok("podman", "run", "-d", "--name", "c", "--network", "none", "-e", "MARK=1", "bb", "sh", "-c", "rm /etc/passwd; echo hi > /tmp/file; exec 3>/dev/shm/open; "+counter)
+	p.ok("podman", "run", "-d", "--name", "c", "--network", "none", "-e", "MARK=1", "bb", "sh", "-c",
+		"rm /etc/passwd; echo hi > /tmp/file; exec 3>/dev/shm/open; "+counter)
 	low := p.reaches("c", 10)
 	p.ok("podman", "container", "checkpoint", "--export", p.path("c.tar.gz"), "--compress", "gzip", "c")
 	p.ok("podman", "rm", "-f", "c")
 	p.ok("agentbox", "checkpoint", "import", "--image", "bb", p.path("c.tar.gz"))
 	p.ok("agentbox", "restore", "--foreign", "c")
-	if got := p.ok("agentbox", "exec", "c", "sh", "-c", "cat /tmp/file; ls /etc/passwd 2>&1; tr '\\0' '\\n' < /proc/1/environ | grep ^MARK; ls /dev/shm"); got !=
+	if got := p.ok("agentbox", "exec", "c", "sh", "-c",
+		"cat /tmp/file; ls /etc/passwd 2>&1; tr '\\0' '\\n' < /proc/1/environ | grep ^MARK; ls /dev/shm"); got !=
 		"hi\nls: /etc/passwd: No such file or directory\nMARK=1\nopen" {
 		t.Errorf("in the sandbox: %q", got)
 	}
@@ -132,7 +138,8 @@ func TestImportFromPodman(t *testing.T) {
 	p.ok("tar", "-C", p.path("image"), "-cf", p.path("echo.tar"), ".")
 	p.ok("podman", "import", p.path("echo.tar"), "echo")
 	p.ok("agentbox", "image", "import", "echo", p.path("echo.tar"))
-	p.ok("podman", "run", "-d", "--name", "d", "--network", "none", "--security-opt", "apparmor=unconfined", "-e", "GODEBUG=multipathtcp=0", "echo", "/bin/echod", "127.0.0.1:7")
+	p.ok("podman", "run", "-d", "--name", "d", "--network", "none", "--security-opt", "apparmor=unconfined", "-e",
+		"GODEBUG=multipathtcp=0", "echo", "/bin/echod", "127.0.0.1:7")
 	p.eventually("it listens", func() bool { return p.ok("podman", "logs", "d") == "ready" })
 	p.ok("podman", "container", "checkpoint", "--export", p.path("d.tar"), "--compress", "none", "d")
 	p.ok("podman", "rm", "-f", "d")

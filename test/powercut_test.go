@@ -57,9 +57,11 @@ func (d *disk) unmount() {
 		return
 	}
 	// A process that has just ended may hold on to it for a moment.
-	for end := time.Now().Add(20 * time.Second); exec.Command("umount", d.at).Run() != nil; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(20 * time.Second); exec.Command("umount",
+		d.at).Run() != nil; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
-			d.Fatalf("%s stays in use:\n%s", d.at, d.do("sh", "-c", "grep -l "+d.at+" /proc/[0-9]*/mountinfo; cat /proc/self/mounts; losetup -a"))
+			d.Fatalf("%s stays in use:\n%s", d.at, d.do("sh", "-c",
+				"grep -l "+d.at+" /proc/[0-9]*/mountinfo; cat /proc/self/mounts; losetup -a"))
 		}
 	}
 }
@@ -69,7 +71,8 @@ func (d *disk) detach() {
 	d.unmount()
 	d.do("losetup", "-d", d.loop)
 	// It is freed once nothing looks at it any more.
-	for end := time.Now().Add(20 * time.Second); exec.Command("losetup", d.loop).Run() == nil; time.Sleep(20 * time.Millisecond) {
+	for end := time.Now().Add(20 * time.Second); exec.Command("losetup",
+		d.loop).Run() == nil; time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(end) {
 			d.Fatalf("%s stays in use: %s", d.loop, d.do("losetup", "-a"))
 		}

@@ -55,7 +55,8 @@ func (b *box) restored(name, ck string) {
 		last = m
 	}
 	if n < 3 || step < 3 || step > low+1 {
-		b.Errorf("%s: the counter is at %d after the restore, went on with %d, and was at %d before", name, n, step, low)
+		b.Errorf("%s: the counter is at %d after the restore, went on with %d, and was at %d before", name, n, step,
+			low)
 	}
 }
 
@@ -73,8 +74,10 @@ func TestRestoreBindChanged(t *testing.T) {
 			}
 		}
 	}
-	must(os.Mkdir(src+"/empty", 0o755), os.MkdirAll(dir, 0o755), os.WriteFile(log, []byte("hello world\n"), 0o644), os.WriteFile(single, []byte("x\n"), 0o644))
-	b.start("c", "--network", "none", "-v", src+"/src:/work", "-v", single+":/work/dir/single", "-v", src+"/empty:/mnt/empty", "busybox", "sh", "-c",
+	must(os.Mkdir(src+"/empty", 0o755), os.MkdirAll(dir, 0o755), os.WriteFile(log, []byte("hello world\n"), 0o644),
+		os.WriteFile(single, []byte("x\n"), 0o644))
+	b.start("c", "--network", "none", "-v", src+"/src:/work", "-v", single+":/work/dir/single", "-v",
+		src+"/empty:/mnt/empty", "busybox", "sh", "-c",
 		// Open: a file, one that is only appended to, one that is deleted, a
 		// FIFO, a bind of one file; a directory that is deleted, and one that
 		// is not, are worked in.
@@ -220,7 +223,8 @@ func TestRestoreWithoutUser(t *testing.T) {
 		b.restored(what, b.checkpoint(what))
 		if what == "fifo" {
 			// The runtime would wait for ever for a writer.
-			if r := b.try(nil, "exec", "-u", "0", what, "true"); r.code == 0 || !strings.Contains(r.err, "agentbox cp") {
+			if r := b.try(nil, "exec", "-u", "0", what, "true"); r.code == 0 ||
+				!strings.Contains(r.err, "agentbox cp") {
 				t.Errorf("want a refusal: %s", r)
 			}
 		}
@@ -246,7 +250,8 @@ func TestRestoreWithoutCRIU(t *testing.T) {
 	// In a mount namespace of its own, where no criu is a program.
 	script := `for d in $(echo "$PATH" | tr : ' ') /usr/local/sbin /usr/local/bin /usr/sbin /usr/bin /sbin /bin; do
 [ -f $d/criu ] && mount --bind /dev/null $d/criu; done; exec "$@"`
-	out, err := exec.Command("unshare", "-m", "sh", "-c", script, "sh", filepath.Join(bin, "agentbox"), "--root", b.root, "restore", "c", ck).CombinedOutput()
+	out, err := exec.Command("unshare", "-m", "sh", "-c", script, "sh", filepath.Join(bin, "agentbox"), "--root",
+		b.root, "restore", "c", ck).CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "criu") || !strings.Contains(string(out), "--files-only") {
 		t.Errorf("want a refusal that names criu: %v: %s", err, out)
 	}

@@ -95,7 +95,8 @@ func TestProperty(t *testing.T) {
 func propertyImage(t *testing.T) string {
 	dir := t.TempDir()
 	for path, text := range map[string]string{
-		"lower/a": "a", "lower/b": strings.Repeat("b", 5000), "lower/d/c": "c", "lower/d/e/f": "f", "lower/g/h": "h", "bin/x": "x",
+		"lower/a": "a", "lower/b": strings.Repeat("b", 5000), "lower/d/c": "c", "lower/d/e/f": "f",
+		"lower/g/h": "h", "bin/x": "x",
 		"big": strings.Repeat("0123456789abcdef", 40_000),
 	} {
 		path = filepath.Join(dir, path)
@@ -139,7 +140,8 @@ func (h *history) onOverlay(fn func(root string)) {
 	if err != nil {
 		h.r.Fatal(err)
 	}
-	options := fmt.Sprintf("lowerdir=%s,upperdir=%s/upper,workdir=%s,redirect_dir=off,metacopy=off,index=off,xino=off", h.lower, dir, work)
+	options := fmt.Sprintf("lowerdir=%s,upperdir=%s/upper,workdir=%s,redirect_dir=off,metacopy=off,index=off,xino=off",
+		h.lower, dir, work)
 	if err := unix.Mount("overlay", h.mount, "overlay", 0, options); err != nil {
 		h.r.Fatalf("%s: %v", options, err)
 	}
@@ -147,7 +149,8 @@ func (h *history) onOverlay(fn func(root string)) {
 		// A program that another test starts at this moment holds what is open
 		// here until its exec is through.
 		err := unix.Unmount(h.mount, 0)
-		for deadline := time.Now().Add(10 * time.Second); err == unix.EBUSY && time.Now().Before(deadline); err = unix.Unmount(h.mount, 0) {
+		for deadline := time.Now().Add(10 * time.Second); err == unix.EBUSY &&
+			time.Now().Before(deadline); err = unix.Unmount(h.mount, 0) {
 			time.Sleep(time.Millisecond)
 		}
 		if err != nil {
@@ -193,7 +196,8 @@ func (h *history) mustBe(what string, want state) {
 
 // paths are few, so that operations meet.
 var paths = []string{
-	"lower/a", "lower/b", "lower/hard", "lower/soft", "lower/d", "lower/d/c", "lower/d/e", "lower/d/e/f", "lower/g", "lower/g/h", "lower",
+	"lower/a", "lower/b", "lower/hard", "lower/soft", "lower/d", "lower/d/c", "lower/d/e", "lower/d/e/f",
+	"lower/g", "lower/g/h", "lower",
 	"big", "bin/x", "n", "n/1", "n/2", "n/d", "n/d/3", "new", "\xff odd\n", "lower/d/new", "bin",
 }
 
@@ -208,8 +212,10 @@ func (h *history) change(root string) {
 	at := func() int64 { return rapid.SampledFrom([]int64{0, 1, 4095, 4096, 70_000, 1 << 20}).Draw(h.r, "at") }
 	p := path("path")
 	switch op := rapid.SampledFrom([]string{
-		"write", "write", "patch", "patch", "same time", "append", "truncate", "hole", "rename", "rename", "exchange", "link", "symlink", "chmod",
-		"chown", "xattr", "no xattr", "capability", "remove", "remove", "remove all", "opaque", "mkdir", "mkdir", "fifo", "device", "utimes",
+		"write", "write", "patch", "patch", "same time", "append", "truncate", "hole", "rename", "rename", "exchange",
+		"link", "symlink", "chmod",
+		"chown", "xattr", "no xattr", "capability", "remove", "remove", "remove all", "opaque", "mkdir", "mkdir",
+		"fifo", "device", "utimes",
 	}).Draw(h.r, "op"); op {
 	case "write":
 		// A fifo must not keep us waiting.
@@ -265,7 +271,8 @@ func (h *history) change(root string) {
 	case "no xattr":
 		_ = unix.Lremovexattr(p, "trusted.t")
 	case "capability":
-		_ = unix.Lsetxattr(p, "security.capability", []byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0)
+		_ = unix.Lsetxattr(p, "security.capability",
+			[]byte("\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0)
 	case "remove":
 		_ = os.Remove(p)
 	case "remove all":
@@ -281,7 +288,8 @@ func (h *history) change(root string) {
 	case "device":
 		_ = unix.Mknod(p, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3)))
 	case "utimes":
-		_ = unix.UtimesNanoAt(unix.AT_FDCWD, p, []unix.Timespec{{Sec: 1}, {Sec: int64(h.counter), Nsec: 7}}, unix.AT_SYMLINK_NOFOLLOW)
+		_ = unix.UtimesNanoAt(unix.AT_FDCWD, p, []unix.Timespec{{Sec: 1}, {Sec: int64(h.counter), Nsec: 7}},
+			unix.AT_SYMLINK_NOFOLLOW)
 	}
 }
 
@@ -296,13 +304,27 @@ func removeAll(p string) error {
 
 // crashes are instants at which a verb may be broken.
 var crashes = map[string][]string{
-	"checkpoint": {"checkpoint.after-capture", "checkpoint.before-commit", "store.begin.after-dir", "store.pack.before-footer", "store.pack.after-fsync",
-		"store.commit.before-fsync", "store.commit.after-pack", "store.commit.before-rename", "store.commit.after-rename", "store.commit.in-transaction", "store.commit.after-row", "checkpoint.after-commit"},
-	"restore": {"restore.before-layout", "restore.after-undo", "overlay.update.staged", "restore.after-layout", "restore.before-stop", "restore.after-stop",
-		"overlay.update.op", "overlay.update.times", "overlay.update.end", "restore.between-trees", "restore.after-apply", "restore.after-proof", "restore.after-head", "store.commit.after-rename"},
-	"fork":  {"restore.after-layout", "overlay.update.op", "restore.after-apply", "fork.before-reseed", "fork.after-reseed", "create.after-row", "restore.after-head"},
-	"prune": {"store.remove.before-rename", "store.remove.before-row", "store.reclaim.before-rows", "store.reclaim.between-rows", "store.reclaim.after-rows", "store.reclaim.before-remove", "store.reclaim.before-row", "store.reclaim.in-switch", "store.reclaim.after-switch"},
-	"rm":    {"store.remove.before-mark", "store.remove.before-rename", "store.remove.before-row", "store.remove.before-tree"},
+	"checkpoint": {"checkpoint.after-capture", "checkpoint.before-commit", "store.begin.after-dir",
+		"store.pack.before-footer", "store.pack.after-fsync",
+		"store.commit.before-fsync", "store.commit.after-pack", "store.commit.before-rename",
+		"store.commit.after-rename", "store.commit.in-transaction", "store.commit.after-row",
+		"checkpoint.after-commit"},
+	"restore": {"restore.before-layout", "restore.after-undo", "overlay.update.staged", "restore.after-layout",
+		"restore.before-stop", "restore.after-stop",
+		"overlay.update.op", "overlay.update.times", "overlay.update.end", "restore.between-trees",
+		"restore.after-apply", "restore.after-proof", "restore.after-head", "store.commit.after-rename"},
+	"fork": {
+		"restore.after-layout", "overlay.update.op", "restore.after-apply", "fork.before-reseed", "fork.after-reseed",
+		"create.after-row", "restore.after-head",
+	},
+	"prune": {
+		"store.remove.before-rename", "store.remove.before-row", "store.reclaim.before-rows",
+		"store.reclaim.between-rows", "store.reclaim.after-rows", "store.reclaim.before-remove",
+		"store.reclaim.before-row", "store.reclaim.in-switch", "store.reclaim.after-switch",
+	},
+	"rm": {
+		"store.remove.before-mark", "store.remove.before-rename", "store.remove.before-row", "store.remove.before-tree",
+	},
 }
 
 // verb runs a command, which one in three times is broken at some instant;
@@ -310,7 +332,8 @@ var crashes = map[string][]string{
 func (h *history) verb(kind string, args ...string) result {
 	var env []string
 	if rapid.IntRange(0, 2).Draw(h.r, "breaks") == 0 {
-		env = failpoint(rapid.SampledFrom(crashes[kind]).Draw(h.r, "point"), rapid.SampledFrom([]string{"kill", "kill", "error", "enospc"}).Draw(h.r, "how"))
+		env = failpoint(rapid.SampledFrom(crashes[kind]).Draw(h.r, "point"),
+			rapid.SampledFrom([]string{"kill", "kill", "error", "enospc"}).Draw(h.r, "how"))
 	}
 	r := h.try(env, args...)
 	h.r.Logf("%s agentbox %s: exit %d, killed %v %s", env, strings.Join(args, " "), r.code, r.killed, r.err)
@@ -334,7 +357,10 @@ func (h *history) step() {
 		h.now = h.look()
 	}
 	known := len(h.past) > 0
-	switch verb := rapid.SampledFrom([]string{"checkpoint", "checkpoint", "checkpoint", "restore", "restore", "restore", "undo", "fork", "prune", "rm", "archive", "reindex"}).Draw(h.r, "verb"); {
+	switch verb := rapid.SampledFrom([]string{
+		"checkpoint", "checkpoint", "checkpoint", "restore", "restore", "restore", "undo", "fork", "prune",
+		"rm", "archive", "reindex",
+	}).Draw(h.r, "verb"); {
 	case verb == "checkpoint":
 		h.counter++
 		name := fmt.Sprint("c", h.counter)

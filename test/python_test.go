@@ -14,7 +14,8 @@ import (
 // python runs a program that uses the client for Python.
 func (b *box) python(socket string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(b.Context(), "python3", append([]string{"-W", "error::ResourceWarning"}, args...)...)
-	cmd.Env = append(os.Environ(), "AGENTBOX_HOST=unix://"+socket, "PYTHONPATH=../clients/python", "PYTHONDONTWRITEBYTECODE=1")
+	cmd.Env = append(os.Environ(), "AGENTBOX_HOST=unix://"+socket, "PYTHONPATH=../clients/python",
+		"PYTHONDONTWRITEBYTECODE=1")
 	return cmd
 }
 
@@ -39,7 +40,8 @@ func TestPythonServiceKilled(t *testing.T) {
 	b := memoryBox(t)
 	cmd, socket := b.serve("AGENTBOX_FAILPOINT=checkpoint.after-commit=kill")
 	b.start("c", "--network", "none", "busybox", "sleep", "1000")
-	client := b.python(socket, "-c", `import agentbox; c = agentbox.Client(retry=120); c.info(); print(c.sandbox("c").checkpoint("turn"))`)
+	client := b.python(socket, "-c",
+		`import agentbox; c = agentbox.Client(retry=120); c.info(); print(c.sandbox("c").checkpoint("turn"))`)
 	var stdout, stderr bytes.Buffer
 	client.Stdout, client.Stderr = &stdout, &stderr
 	if err := client.Start(); err != nil {

@@ -36,13 +36,15 @@ type stored struct{ *box }
 // writes has a sandbox write so many megabytes to a file, which there is to be room for.
 func (b stored) writes(name, file string, mb int, as ...string) {
 	b.Helper()
-	b.ok(append(append([]string{"exec"}, as...), name, "dd", "if=/dev/zero", "of="+file, "bs=1M", "count="+strconv.Itoa(mb))...)
+	b.ok(append(append([]string{"exec"}, as...), name, "dd", "if=/dev/zero", "of="+file, "bs=1M",
+		"count="+strconv.Itoa(mb))...)
 }
 
 // refuses is writes for what does not fit.
 func (b stored) refuses(name, file string, mb int, as ...string) {
 	b.Helper()
-	said := b.fails(1, append(append([]string{"exec"}, as...), name, "dd", "if=/dev/zero", "of="+file, "bs=1M", "count="+strconv.Itoa(mb))...)
+	said := b.fails(1, append(append([]string{"exec"}, as...), name, "dd", "if=/dev/zero", "of="+file, "bs=1M",
+		"count="+strconv.Itoa(mb))...)
 	if !strings.Contains(said, "quota exceeded") && !strings.Contains(said, "No space left") {
 		b.Errorf("it was told %q", said)
 	}
@@ -98,7 +100,8 @@ func TestStorageQuota(t *testing.T) {
 				root := quotaDisk(t, kind)
 				if root == "" {
 					b := stored{newBox(t)}
-					if said := b.doctor(); (overlay.ProjectQuota(b.root) == nil) == strings.HasPrefix(said, "none at ") {
+					if said := b.doctor(); (overlay.ProjectQuota(b.root) == nil) == strings.HasPrefix(said,
+						"none at ") {
 						t.Errorf("the doctor says %q", said)
 					}
 					return
@@ -127,14 +130,16 @@ func (b stored) quota(userns string) {
 	if h := b.hit("s"); !h.Refused || h.Limit != 20*mb || h.Used < 19*mb || h.Used > 20*mb {
 		b.Errorf("the hit of the limit: %+v", h)
 	}
-	if said := b.ok("events", "--type", "storage-limit", "s"); !strings.Contains(said, "more is refused: its files take") {
+	if said := b.ok("events", "--type", "storage-limit", "s"); !strings.Contains(said,
+		"more is refused: its files take") {
 		b.Errorf("the events: %q", said)
 	}
 
 	// It is full, and a restore lays out what the checkpoint has beside that.
 	asItWas := func(name string) {
 		b.Helper()
-		equal(b.box, "its files", b.sh(name, "cd /d; ls; stat -c %s one; readlink link"), "fifo\nlink\none\n12582912\none")
+		equal(b.box, "its files", b.sh(name, "cd /d; ls; stat -c %s one; readlink link"),
+			"fifo\nlink\none\n12582912\none")
 		b.refuses(name, "/d/three", 12)
 		b.sh(name, "rm /d/three")
 	}
@@ -186,7 +191,8 @@ func (b stored) quota(userns string) {
 			b.Errorf("the hit of the limit: %+v", h)
 		}
 		b.ok("restore", "s", one)
-		equal(b.box, "its files", b.sh("s", "cd /d; ls; stat -c %s one; readlink link"), "fifo\nlink\none\n12582912\none")
+		equal(b.box, "its files", b.sh("s", "cd /d; ls; stat -c %s one; readlink link"),
+			"fifo\nlink\none\n12582912\none")
 	}
 	b.ok("rm", "-f", "s")
 	b.free()

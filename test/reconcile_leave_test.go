@@ -41,12 +41,17 @@ func TestReconcileLeavesWorkAlone(t *testing.T) {
 	b.ok("checkpoint", "export", "-o", archive, ck)
 	n := 0
 	for _, at := range []struct{ verb, point string }{
-		{"run", "create.before-row"}, {"run", "create.after-row"}, {"run", "oci.create.after-dirs"}, {"run", "create.after-backend"},
-		{"run", "oci.start.after-mount"}, {"run", "oci.start.after-network"}, {"run", "oci.start.after-conmon"}, {"run", "start.after-backend"},
-		{"fork", "fork.before-reseed"}, {"fork", "restore.after-stage"}, {"fork", "oci.start.after-conmon"}, {"fork", "fork.before-thaw"},
+		{"run", "create.before-row"}, {"run", "create.after-row"}, {"run", "oci.create.after-dirs"},
+		{"run", "create.after-backend"},
+		{"run", "oci.start.after-mount"}, {"run", "oci.start.after-network"}, {"run", "oci.start.after-conmon"},
+		{"run", "start.after-backend"},
+		{"fork", "fork.before-reseed"}, {"fork", "restore.after-stage"}, {"fork", "oci.start.after-conmon"},
+		{"fork", "fork.before-thaw"},
 		{"checkpoint", "checkpoint.after-freeze"}, {"checkpoint", "store.commit.after-rename"},
-		{"restore", "restore.after-layout"}, {"restore", "restore.after-stop"}, {"restore", "restore.after-apply"}, {"restore", "restore.after-stage"},
-		{"rm", "oci.remove.after-stop"}, {"rm", "remove.after-backend"}, {"rm", "remove.after-row"}, {"rm", "store.remove.before-tree"},
+		{"restore", "restore.after-layout"}, {"restore", "restore.after-stop"}, {"restore", "restore.after-apply"},
+		{"restore", "restore.after-stage"},
+		{"rm", "oci.remove.after-stop"}, {"rm", "remove.after-backend"}, {"rm", "remove.after-row"},
+		{"rm", "store.remove.before-tree"},
 		{"recreate", "restore.after-stage"}, {"recreate", "create.after-row"},
 		{"import", "portable.import.after-put"},
 	} {
@@ -63,7 +68,9 @@ func TestReconcileLeavesWorkAlone(t *testing.T) {
 		case "rm":
 			b.start(name, "--network", "bridge", "busybox", "true")
 			b.eventually("it has ended", func() bool { return b.inspect(name).Status == "exited" })
-			b.eventually("nothing works for it", func() bool { return len(matching(processesOf(b.root), "conmon", b.inspect(name).ID)) == 0 })
+			b.eventually("nothing works for it", func() bool {
+				return len(matching(processesOf(b.root), "conmon", b.inspect(name).ID)) == 0
+			})
 			b.checkpoint("--files-only", name)
 			args = []string{"rm", "--checkpoints", name}
 		case "recreate":
@@ -71,7 +78,9 @@ func TestReconcileLeavesWorkAlone(t *testing.T) {
 			b.reaches(name, 1)
 			b.checkpoint(name)
 			b.ok("rm", "-f", name)
-			b.eventually("nothing works for it", func() bool { return len(matching(processesOf(b.root), "conmon")) <= n })
+			b.eventually("nothing works for it", func() bool {
+				return len(matching(processesOf(b.root), "conmon")) <= n
+			})
 			args = []string{"restore", name}
 		case "import":
 			args = []string{"checkpoint", "import", archive}
@@ -105,7 +114,9 @@ func TestReconcileLeavesWorkAlone(t *testing.T) {
 	// so.
 	b.start("stopped", "--network", "none", "busybox", "sh", "-c", "dd if=/dev/zero of=/big bs=1M count=8 2>/dev/null")
 	b.eventually("it has ended", func() bool { return b.inspect("stopped").Status == "exited" })
-	b.eventually("nothing works for it", func() bool { return len(matching(processesOf(b.root), "conmon", b.inspect("stopped").ID)) == 0 })
+	b.eventually("nothing works for it", func() bool {
+		return len(matching(processesOf(b.root), "conmon", b.inspect("stopped").ID)) == 0
+	})
 	cp := b.command(t.Context(), "cp", "stopped:/big", "-")
 	out, err := cp.StdoutPipe()
 	if err != nil {
@@ -166,7 +177,8 @@ func TestReconcileLeavesOtherBackendsAlone(t *testing.T) {
 	}
 	defer sleep.Wait()
 	defer sleep.Process.Kill()
-	if err := os.WriteFile(filepath.Join(group, "cgroup.procs"), []byte(strconv.Itoa(sleep.Process.Pid)), 0); err != nil {
+	if err := os.WriteFile(filepath.Join(group, "cgroup.procs"),
+		[]byte(strconv.Itoa(sleep.Process.Pid)), 0); err != nil {
 		t.Fatal(err)
 	}
 	b.nothingFound("another backend's sandbox")
@@ -190,7 +202,11 @@ func TestReconcileUnasked(t *testing.T) {
 	}
 	b.serveArgs = []string{"--reconcile", "50ms"}
 	_, socket := b.serve()
-	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return net.Dial("unix", socket) }}}
+	client := http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) {
+			return net.Dial("unix", socket)
+		},
+	}}
 	figures := func() string {
 		resp, err := client.Get("http://agentbox/metrics")
 		if err != nil {

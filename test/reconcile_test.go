@@ -109,7 +109,8 @@ func TestReconcileAfterReboot(t *testing.T) {
 			b.start("stopped", "--network", "none", "--restart", "always", "busybox", "sh", "-c", counter)
 			b.start("unless", "--network", "none", "--restart", "unless-stopped", "busybox", "sh", "-c", counter)
 			b.start("failing", "--network", "none", "--restart", "on-failure:3", "busybox", "sh", "-c", counter)
-			b.start("head", "--network", "none", "--restart", "unless-stopped", "--restart-from", "head", "busybox", "sh", "-c", counter)
+			b.start("head", "--network", "none", "--restart", "unless-stopped", "--restart-from", "head",
+				"busybox", "sh", "-c", counter)
 			b.start("every", "--network", "none", "--checkpoint-every", "1h", "busybox", "sh", "-c", counter)
 			b.sh("plain", "echo precious > /work")
 			b.reaches("head", 5)
@@ -128,7 +129,10 @@ func TestReconcileAfterReboot(t *testing.T) {
 			_, socket := b.serve()
 			c := api.Dial(socket)
 			defer c.Close()
-			want := map[string]string{"plain": "exited", "always": "running", "stopped": "exited", "unless": "exited", "failing": "running", "head": "running", "every": "exited"}
+			want := map[string]string{
+				"plain": "exited", "always": "running", "stopped": "exited", "unless": "exited", "failing": "running",
+				"head": "running", "every": "exited",
+			}
 			if wiped { // the end of the host is no failure, and always means always
 				want["failing"], want["stopped"] = "exited", "running"
 			}
@@ -144,7 +148,8 @@ func TestReconcileAfterReboot(t *testing.T) {
 				t.Errorf("head is at %d, its checkpoint %s at %d", n, ck, at)
 			}
 			equal(b, "exit code of one whose end nobody saw", b.inspect("plain").ExitCode, 255)
-			if got := b.ok("events", "--type", "reconciled", "plain"); !wiped && !strings.Contains(got, "exit code 255") {
+			if got := b.ok("events", "--type", "reconciled", "plain"); !wiped &&
+				!strings.Contains(got, "exit code 255") {
 				t.Errorf("events of plain: %q", got)
 			}
 			if got := b.ok("events", "--type", "restarted", "always"); !strings.Contains(got, "restart 1") {
@@ -204,7 +209,8 @@ func TestReconcileStrays(t *testing.T) {
 	}
 	pid, theirs := b.inspect("a").Pid, other.inspect("o").Pid
 	report := decode[runtime.ReconcileReport](b, b.ok("recover", "--format", "json"))
-	if report.Counts[runtime.FoundStray] != 2 || report.Counts[runtime.FoundHost] != 2 || report.Failed > 0 || len(report.Findings) != 4 {
+	if report.Counts[runtime.FoundStray] != 2 || report.Counts[runtime.FoundHost] != 2 || report.Failed > 0 ||
+		len(report.Findings) != 4 {
 		t.Errorf("%+v", report)
 	}
 	err := sleep.Wait()
@@ -287,7 +293,8 @@ func cycle(ctx context.Context, c *api.Client, name string) error {
 // leasedCycle is cycle of a sandbox that belongs to a lease.
 func leasedCycle(ctx context.Context, c *api.Client, name, lease string) error {
 	sb, err := c.Create(ctx, runtime.CreateRequest{Lease: lease, Spec: runtime.Spec{
-		Name: name, Image: "busybox", Args: []string{"sh", "-c", "echo one > /f; while :; do sleep 0.1; done"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Name: name, Image: "busybox", Args: []string{"sh", "-c", "echo one > /f; while :; do sleep 0.1; done"},
+		Network: runtime.Network{Mode: runtime.NetworkNone},
 	}})
 	if err != nil {
 		return fmt.Errorf("create: %w", err)
@@ -350,7 +357,9 @@ func TestServiceUpkeep(t *testing.T) {
 		t.Errorf("%d checkpoints of what did not change cost %d bytes", taken, packs()-size)
 	}
 	// A child that has not become its program yet looks like another one.
-	b.eventually("one process takes its checkpoints", func() bool { return len(matching(processesOf(b.root), " supervise ")) == 1 })
+	b.eventually("one process takes its checkpoints", func() bool {
+		return len(matching(processesOf(b.root), " supervise ")) == 1
+	})
 	b.killSupervisor()
 	b.ok("recover")
 	b.awaitSupervisor(true)
@@ -390,7 +399,9 @@ func TestServicePrunes(t *testing.T) {
 		return decode[runtime.Usage](b, b.ok("df", "--format", "json")).Stored < waste/2
 	})
 	b.ok("verify", "--all", "--read-data")
-	if left := b.checkpoints("s"); len(left) != 1 || !slices.ContainsFunc(left, func(c checkpoint) bool { return c.Status == "ready" }) {
+	if left := b.checkpoints("s"); len(left) != 1 || !slices.ContainsFunc(left, func(c checkpoint) bool {
+		return c.Status == "ready"
+	}) {
 		t.Errorf("%+v", left)
 	}
 }

@@ -99,7 +99,8 @@ func TestNamesakes(t *testing.T) {
 		args []string
 		box  int
 	}{
-		{[]string{"n"}, 1}, {[]string{"n", "first"}, 0}, {[]string{"n", cks[0]}, 0}, {[]string{ids[0]}, 0}, {[]string{"n", "second"}, 1},
+		{[]string{"n"}, 1}, {[]string{"n", "first"}, 0}, {[]string{"n", cks[0]}, 0}, {[]string{ids[0]}, 0},
+		{[]string{"n", "second"}, 1},
 	} {
 		b.ok(append([]string{"restore"}, try.args...)...)
 		sb := b.inspect("n")
@@ -199,7 +200,8 @@ func TestOldState(t *testing.T) {
 
 	copyAll(copied, b.root)
 	said := b.ok("recover")
-	if !strings.Contains(said, "left sandbox "+known.ID[:12]+" alone") || !strings.Contains(said, "agentbox rm -f "+known.ID) {
+	if !strings.Contains(said, "left sandbox "+known.ID[:12]+" alone") ||
+		!strings.Contains(said, "agentbox rm -f "+known.ID) {
 		t.Errorf("recover: %s", said)
 	}
 	b.fails(4, "rm", known.ID)

@@ -16,14 +16,16 @@ func TestRehearse(t *testing.T) {
 	pid := b.inspect("c").Pid
 	b.ok("checkpoint", "--name", "a", "c")
 	b.ok("checkpoint", "--name", "files", "--files-only", "c")
-	if out := b.ok("verify", "--rehearse", "c@a"); !strings.Contains(out, "rehearsed: ") || strings.Contains(out, "differs") {
+	if out := b.ok("verify", "--rehearse", "c@a"); !strings.Contains(out, "rehearsed: ") ||
+		strings.Contains(out, "differs") {
 		t.Error(out)
 	}
 	report := decode[runtime.VerifyReport](b, b.ok("verify", "--rehearse", "--format", "json", "c@a"))
 	if len(report.Rehearsed) != 1 || len(report.Unrestorable) != 0 {
 		t.Fatalf("%+v", report)
 	}
-	if r := report.Rehearsed[0]; r.Checkpoint.Name != "a" || r.Processes < 1 || r.Threads < 1 || r.Descriptors < 3 || r.Pages < 10 || r.Took <= 0 || len(r.Differs) != 0 {
+	if r := report.Rehearsed[0]; r.Checkpoint.Name != "a" || r.Processes < 1 || r.Threads < 1 || r.Descriptors < 3 ||
+		r.Pages < 10 || r.Took <= 0 || len(r.Differs) != 0 {
 		t.Errorf("%+v", r)
 	}
 	b.fails(2, "verify", "--rehearse")

@@ -38,8 +38,10 @@ func TestRestartPolicies(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
 	start := time.Now()
-	b.start("fails", "--network", "none", "--restart", "on-failure:3", "busybox", "sh", "-c", "echo x >> /starts; exit 7")
-	b.start("succeeds", "--network", "none", "--restart", "on-failure", "busybox", "sh", "-c", "echo x >> /starts; [ $(wc -l < /starts) -gt 1 ]")
+	b.start("fails", "--network", "none", "--restart", "on-failure:3", "busybox", "sh", "-c",
+		"echo x >> /starts; exit 7")
+	b.start("succeeds", "--network", "none", "--restart", "on-failure", "busybox", "sh", "-c",
+		"echo x >> /starts; [ $(wc -l < /starts) -gt 1 ]")
 	b.start("always", "--network", "none", "--restart", "always", "busybox", "sh", "-c", counter)
 	b.start("never", "--network", "none", "--restart", "no", "busybox", "false")
 	b.eventually("it is given up", func() bool { return b.restarts("fails").GivenUp })
@@ -55,12 +57,16 @@ func TestRestartPolicies(t *testing.T) {
 	if got := b.ok("events", "fails"); strings.Count(got, "restarted") != 4 || !strings.Contains(got, "given-up") { // three, and that it was so often
 		t.Errorf("events: %s", got)
 	}
-	b.eventually("it has succeeded", func() bool { return b.restarts("succeeds").Count == 1 && b.inspect("succeeds").Status == "exited" })
+	b.eventually("it has succeeded", func() bool {
+		return b.restarts("succeeds").Count == 1 && b.inspect("succeeds").Status == "exited"
+	})
 	equal(b, "exit code of never", b.inspect("never").ExitCode, 1)
 
 	// Its owner's stop and kill are no crashes, and a start begins to count anew.
 	b.crash("always")
-	b.eventually("it comes back", func() bool { return b.restarts("always").Count == 1 && b.inspect("always").Status == "running" })
+	b.eventually("it comes back", func() bool {
+		return b.restarts("always").Count == 1 && b.inspect("always").Status == "running"
+	})
 	for _, verb := range [][]string{{"stop", "-t", "0"}, {"kill"}, {"kill", "-s", "TERM"}, {"checkpoint", "--stop"}} {
 		// The first process ignores what it has no handler for.
 		if len(verb) == 3 && verb[0] == "kill" {
@@ -106,7 +112,9 @@ func TestRestartFromHead(t *testing.T) {
 	b.start("s", "--network", "none", "--restart", "always", "--restart-from", "head", "busybox", "sh", "-c", counter)
 	b.reaches("s", 3)
 	b.crash("s")
-	b.eventually("it comes back", func() bool { return b.restarts("s").Count == 1 && b.inspect("s").Status == "running" })
+	b.eventually("it comes back", func() bool {
+		return b.restarts("s").Count == 1 && b.inspect("s").Status == "running"
+	})
 	b.reaches("s", 10)
 	b.sh("s", "echo kept > /work")
 	b.checkpoint("s")
@@ -115,7 +123,9 @@ func TestRestartFromHead(t *testing.T) {
 		b.sh("s", "echo lost > /work")
 		b.reaches("s", at+20)
 		b.crash("s")
-		b.eventually("it comes back", func() bool { return b.restarts("s").Count == 2+n && b.inspect("s").Status == "running" })
+		b.eventually("it comes back", func() bool {
+			return b.restarts("s").Count == 2+n && b.inspect("s").Status == "running"
+		})
 		equal(b, "work", strings.TrimSpace(b.file("s", "work")), "kept")
 		if now := b.reaches("s", at); now > at+19 {
 			t.Errorf("it is at %d, the checkpoint was at %d", now, at)
@@ -152,12 +162,15 @@ func TestRestartKilled(t *testing.T) {
 func TestRestartWaiting(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", "echo x >> /starts; [ -e /stay ] && sleep 1000; exit 3")
+	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c",
+		"echo x >> /starts; [ -e /stay ] && sleep 1000; exit 3")
 	id := b.inspect("s").ID
 	supervised := func() bool { _, err := os.Lstat(filepath.Join(b.root, "supervised", id)); return err == nil }
 	waits := func(n int) {
 		b.Helper()
-		b.eventually("it waits for its next restart", func() bool { return b.restarts("s").Count >= n && b.inspect("s").Status == "exited" })
+		b.eventually("it waits for its next restart", func() bool {
+			return b.restarts("s").Count >= n && b.inspect("s").Status == "exited"
+		})
 	}
 	waits(3)
 	b.ok("stop", "s")
@@ -170,7 +183,9 @@ func TestRestartWaiting(t *testing.T) {
 	// A checkpoint takes nothing from its turn.
 	b.ok("start", "s")
 	waits(2)
-	b.eventually("a checkpoint is taken", func() bool { return b.try(nil, "checkpoint", "--files-only", "s").code == 0 })
+	b.eventually("a checkpoint is taken", func() bool {
+		return b.try(nil, "checkpoint", "--files-only", "s").code == 0
+	})
 	waits(b.restarts("s").Count + 1)
 	// Nor does it come back by itself from what a restore and a stop have left.
 	b.ok("restore", "s")
@@ -202,7 +217,9 @@ func TestRestartCalledOff(t *testing.T) {
 	log := filepath.Join(b.root, "log")
 	b.ok("effect", "add", "--label", "mail", "s", "--", "sh", "-c", "echo run >> "+log+"; exit 1")
 	b.crash("s")
-	b.eventually("it is given up", func() bool { return strings.Contains(b.ok("events", "--type", "given-up", "s"), "not restarted: ") })
+	b.eventually("it is given up", func() bool {
+		return strings.Contains(b.ok("events", "--type", "given-up", "s"), "not restarted: ")
+	})
 	equal(b, "status", b.inspect("s").Status, "exited")
 	b.ok("recover")
 	equal(b, "runs of the undo command", b.read(log), "run")

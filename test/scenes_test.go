@@ -106,45 +106,98 @@ var elsewhere = map[string]string{
 }
 
 var scenes = []scene{
-	{name: "run", verb: words("run -d --name r --network none --secret s=file:/etc/passwd busybox sleep 1000"), check: (*sweep).checkComer},
+	{
+		name: "run", verb: words("run -d --name r --network none --secret s=file:/etc/passwd busybox sleep 1000"),
+		check: (*sweep).checkComer,
+	},
 	{name: "run attached", verb: words("run --name r --network none busybox true"), check: (*sweep).checkComer},
 	{name: "run bridge", verb: published, check: (*sweep).checkComer},
-	{name: "stop bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("stop -t 0 r"), check: (*sweep).checkComer},
-	{name: "rm bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
-	{name: "rm running", prepare: comer("--network none --secret s=file:/etc/passwd busybox sleep 1000"), verb: words("rm -f r"), check: (*sweep).checkComer},
-	{name: "failing start", prepare: func(s *sweep) { s.ok("create", "--name", "r", "--network", "none", "busybox", "no-such-command") }, verb: words("start r"), check: (*sweep).checkComer},
-	{name: "start", prepare: func(s *sweep) { s.ok("stop", "-t", "0", "s") }, verb: words("start s"), check: (*sweep).checkSame},
+	{
+		name: "stop bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("stop -t 0 r"),
+		check: (*sweep).checkComer,
+	},
+	{
+		name: "rm bridge", prepare: comer("--network bridge busybox sleep 1000"), verb: words("rm -f r"),
+		check: (*sweep).checkComer,
+	},
+	{
+		name: "rm running", prepare: comer("--network none --secret s=file:/etc/passwd busybox sleep 1000"),
+		verb: words("rm -f r"), check: (*sweep).checkComer,
+	},
+	{name: "failing start", prepare: func(s *sweep) {
+		s.ok("create", "--name", "r", "--network", "none", "busybox", "no-such-command")
+	}, verb: words("start r"), check: (*sweep).checkComer},
+	{name: "start", prepare: func(s *sweep) {
+		s.ok("stop", "-t", "0", "s")
+	}, verb: words("start s"), check: (*sweep).checkSame},
 	{name: "stop", verb: words("stop -t 0 s"), check: (*sweep).checkSame},
 	{name: "exec", verb: words("exec s true"), check: (*sweep).checkSame},
 	{name: "checkpoint", verb: words("checkpoint --name new s"), check: (*sweep).checkUnmoved},
 	{name: "checkpoint --stop", verb: words("checkpoint --name new --stop s"), check: (*sweep).checkStopped},
-	{name: "failing checkpoint", env: "checkpoint.after-capture=error", verb: words("checkpoint --name new s"), check: (*sweep).checkUnmoved},
-	{name: "recover renamed", prepare: interrupted("store.commit.after-rename"), verb: words("recover"), check: (*sweep).checkUnmoved},
-	{name: "recover packed", prepare: interrupted("store.commit.after-pack"), verb: words("recover"), check: (*sweep).checkUnmoved},
+	{
+		name: "failing checkpoint", env: "checkpoint.after-capture=error", verb: words("checkpoint --name new s"),
+		check: (*sweep).checkUnmoved,
+	},
+	{
+		name: "recover renamed", prepare: interrupted("store.commit.after-rename"), verb: words("recover"),
+		check: (*sweep).checkUnmoved,
+	},
+	{
+		name: "recover packed", prepare: interrupted("store.commit.after-pack"), verb: words("recover"),
+		check: (*sweep).checkUnmoved,
+	},
 	{name: "recover ended", prepare: ended, verb: words("recover"), check: (*sweep).checkComer},
-	{name: "checkpoint rm", prepare: func(s *sweep) { s.checkpoint("--files-only", "--name", "new", "s") }, verb: words("checkpoint rm s@new"), check: (*sweep).checkUnmoved},
+	{name: "checkpoint rm", prepare: func(s *sweep) {
+		s.checkpoint("--files-only", "--name", "new", "s")
+	}, verb: words("checkpoint rm s@new"), check: (*sweep).checkUnmoved},
 	{name: "restore", verb: words("restore s base"), check: (*sweep).checkRestored},
 	{name: "restore aside", prepare: stopped, verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
-	{name: "failing restore aside", prepare: stopped, env: "restore.after-proof=error", verb: words("restore --no-undo s base"), check: (*sweep).checkAside},
-	{name: "undo", prepare: func(s *sweep) { s.ok("restore", "s", "base"); s.before = s.inspect("s") }, verb: words("restore --undo s"), check: (*sweep).checkUndone},
+	{
+		name: "failing restore aside", prepare: stopped, env: "restore.after-proof=error",
+		verb: words("restore --no-undo s base"), check: (*sweep).checkAside,
+	},
+	{name: "undo", prepare: func(s *sweep) {
+		s.ok("restore", "s", "base")
+		s.before = s.inspect("s")
+	}, verb: words("restore --undo s"), check: (*sweep).checkUndone},
 	{name: "effect add", verb: words("effect add s -- true"), check: (*sweep).checkEffectAdded},
 	{name: "restore recreate", verb: words("restore --strategy recreate s base"), check: (*sweep).checkRecreated},
-	{name: "restore in vain", env: "restore.after-proof=error,restore.recreate.after-keep=error", verb: words("restore --strategy auto s base"), check: (*sweep).checkHeld},
+	{
+		name: "restore in vain", env: "restore.after-proof=error,restore.recreate.after-keep=error",
+		verb: words("restore --strategy auto s base"), check: (*sweep).checkHeld,
+	},
 	{name: "restore attached", prepare: attached, verb: words("restore s attached"), check: (*sweep).checkAttached},
-	{name: "restore attached --no-undo", prepare: attached, verb: words("restore --no-undo s attached"), check: (*sweep).checkAttached},
+	{
+		name: "restore attached --no-undo", prepare: attached, verb: words("restore --no-undo s attached"),
+		check: (*sweep).checkAttached,
+	},
 	{name: "restore effects", prepare: compensable, verb: words("restore s base"), check: (*sweep).checkCompensated},
 	{name: "fork", verb: words("fork -n 2 --name f s@base"), check: (*sweep).checkForks},
 	{name: "prune", prepare: wasted, verb: words("prune -f --keep-last 1"), check: (*sweep).checkPruned},
-	{name: "export", prepare: func(s *sweep) { s.dir = s.T.TempDir() }, verb: func(s *sweep) []string { return []string{"checkpoint", "export", "s@base", s.dir + "/x.tar.zst"} }, check: (*sweep).checkExported},
-	{name: "import", prepare: exported, verb: func(s *sweep) []string { return []string{"checkpoint", "import", s.dir + "/x.tar.zst"} }, check: (*sweep).checkImported},
-	{name: "recreate", prepare: func(s *sweep) { s.ok("rm", "-f", "s") }, verb: words("restore s base"), check: (*sweep).checkBack},
+	{name: "export", prepare: func(s *sweep) { s.dir = s.T.TempDir() }, verb: func(s *sweep) []string {
+		return []string{"checkpoint", "export", "s@base", s.dir + "/x.tar.zst"}
+	}, check: (*sweep).checkExported},
+	{name: "import", prepare: exported, verb: func(s *sweep) []string {
+		return []string{"checkpoint", "import", s.dir + "/x.tar.zst"}
+	}, check: (*sweep).checkImported},
+	{name: "recreate", prepare: func(s *sweep) {
+		s.ok("rm", "-f", "s")
+	}, verb: words("restore s base"), check: (*sweep).checkBack},
 	{name: "rm", verb: words("rm -f s"), check: (*sweep).checkBack},
 	{name: "rm --checkpoints", verb: words("rm -f --checkpoints s"), check: (*sweep).checkBack},
 	{name: "lease release", prepare: leased, verb: words("lease release l"), check: (*sweep).checkFreed},
-	{name: "update", prepare: comer("--egress good.invalid busybox sleep 1000"), verb: words("update r --egress-add evil.invalid"), check: (*sweep).checkUpdated},
+	{
+		name: "update", prepare: comer("--egress good.invalid busybox sleep 1000"),
+		verb: words("update r --egress-add evil.invalid"), check: (*sweep).checkUpdated,
+	},
 	{name: "commit", verb: words("commit s i"), check: (*sweep).checkUnmoved},
-	{name: "image import", prepare: imported, verb: func(s *sweep) []string { return []string{"image", "import", "i", s.dir} }, check: (*sweep).checkUnmoved},
-	{name: "image rm", prepare: func(s *sweep) { imported(s); s.ok("image", "import", "i", s.dir) }, verb: words("image rm i"), check: (*sweep).checkUnmoved},
+	{name: "image import", prepare: imported, verb: func(s *sweep) []string {
+		return []string{"image", "import", "i", s.dir}
+	}, check: (*sweep).checkUnmoved},
+	{name: "image rm", prepare: func(s *sweep) {
+		imported(s)
+		s.ok("image", "import", "i", s.dir)
+	}, verb: words("image rm i"), check: (*sweep).checkUnmoved},
 }
 
 func words(line string) func(*sweep) []string {

@@ -97,7 +97,8 @@ func nowhereInProcesses(b *box) {
 		files, _ := filepath.Glob("/proc/[0-9]*/" + what)
 		for _, f := range files {
 			text, _ := os.ReadFile(f)
-			if f != "/proc/self/"+what && bytes.Contains(text, []byte(b.root)) || bytes.Contains(text, []byte("AGENTBOX_SANDBOX=")) {
+			if f != "/proc/self/"+what && bytes.Contains(text, []byte(b.root)) ||
+				bytes.Contains(text, []byte("AGENTBOX_SANDBOX=")) {
 				nowhere(b, f, text)
 			}
 		}
@@ -139,7 +140,8 @@ func (s secretive) do(n int, args ...string) string {
 // has fails unless a sandbox has those values.
 func (s secretive) has(name string, file, variable int) {
 	s.Helper()
-	equal(s.box, "the secrets of "+name, s.sh(name, "cat /run/secrets/tok; echo; cat /run/secrets/var"), fileValue+strconv.Itoa(file)+"\n"+envValue+strconv.Itoa(variable))
+	equal(s.box, "the secrets of "+name, s.sh(name, "cat /run/secrets/tok; echo; cat /run/secrets/var"),
+		fileValue+strconv.Itoa(file)+"\n"+envValue+strconv.Itoa(variable))
 }
 
 // Secrets are in a sandbox while it runs, and in no record of it.
@@ -149,10 +151,13 @@ func TestSecrets(t *testing.T) {
 	b, file, write, do, has := s.box, s.file, s.write, s.do, s.has
 	write(1)
 	// The tmpfs comes first: the secrets are not hidden by it.
-	do(1, "run", "-d", "--name", "s", "--network", "none", "--user", "1000", "--tmpfs", "/run", "--checkpoint-every", "1h",
-		"--secret", "tok=file:"+file, "--secret", "id=var,env=THE_TOKEN", "busybox", "sh", "-c", "exec 3</run/secrets/tok; while :; do sleep 1; done")
+	do(1, "run", "-d", "--name", "s", "--network", "none", "--user", "1000", "--tmpfs", "/run",
+		"--checkpoint-every", "1h",
+		"--secret", "tok=file:"+file, "--secret", "id=var,env=THE_TOKEN", "busybox", "sh", "-c",
+		"exec 3</run/secrets/tok; while :; do sleep 1; done")
 	has("s", 1, 1)
-	if got := b.ok("exec", "--user", "0", "s", "sh", "-c", "stat -c '%a %u' /run/secrets /run/secrets/*; grep ' /run/secrets ' /proc/mounts; mount -o remount,rw /run/secrets; cp /bin/true /run/secrets"+` 2>&1; true`); !strings.HasPrefix(got, "755 0\n400 1000\n400 1000\ntmpfs /run/secrets tmpfs ro,nosuid,nodev,noexec,") ||
+	if got := b.ok("exec", "--user", "0", "s", "sh", "-c",
+		"stat -c '%a %u' /run/secrets /run/secrets/*; grep ' /run/secrets ' /proc/mounts; mount -o remount,rw /run/secrets; cp /bin/true /run/secrets"+` 2>&1; true`); !strings.HasPrefix(got, "755 0\n400 1000\n400 1000\ntmpfs /run/secrets tmpfs ro,nosuid,nodev,noexec,") ||
 		!strings.Contains(got, "Read-only file system") {
 		t.Errorf("the secrets: %s", got)
 	}
@@ -161,7 +166,8 @@ func TestSecrets(t *testing.T) {
 
 	b.ok("checkpoint", "--files-only", "--name", "files", "s")
 	id := b.inspect("s").ID
-	nowhere(b, "what is told of it", []byte(b.ok("inspect", "s")), []byte(b.ok("ps", "-a", "--format", "json")), []byte(b.ok("logs", "s")), []byte(b.ok("checkpoint", "inspect", "s@files")), []byte(b.ok("log", "s")))
+	nowhere(b, "what is told of it", []byte(b.ok("inspect", "s")), []byte(b.ok("ps", "-a", "--format", "json")),
+		[]byte(b.ok("logs", "s")), []byte(b.ok("checkpoint", "inspect", "s@files")), []byte(b.ok("log", "s")))
 	nowhereAtRest(b)
 	archive := filepath.Join(t.TempDir(), "x.tar")
 	b.ok("checkpoint", "export", "s@files", archive)
@@ -173,7 +179,9 @@ func TestSecrets(t *testing.T) {
 		text = append(text, out...)
 	}
 	nowhere(b, "the archive", text)
-	if manifest := b.read(filepath.Join(b.root, "checkpoints", b.checkpoints("s")[0].ID, "manifest.json")); strings.Contains(manifest, file) || strings.Contains(manifest, "THE_TOKEN") || !strings.Contains(manifest, `"var"`) {
+	if manifest := b.read(filepath.Join(b.root, "checkpoints", b.checkpoints("s")[0].ID,
+		"manifest.json")); strings.Contains(manifest, file) || strings.Contains(manifest, "THE_TOKEN") ||
+		!strings.Contains(manifest, `"var"`) {
 		t.Errorf("the checkpoint's manifest names where secrets come from, or not their names: %s", manifest)
 	}
 
@@ -217,10 +225,12 @@ func TestSecretsRestored(t *testing.T) {
 	s := newSecretive(t)
 	b, file, write, do, has := s.box, s.file, s.write, s.do, s.has
 	write(1)
-	do(1, "run", "-d", "--name", "s", "--network", "none", "--secret", "tok=file:"+file, "--secret", "var=env:THE_TOKEN",
+	do(1, "run", "-d", "--name", "s", "--network", "none", "--secret", "tok=file:"+file,
+		"--secret", "var=env:THE_TOKEN",
 		"busybox", "sh", "-c", "exec 3</run/secrets/tok; while :; do sleep 1; done")
 	b.ok("checkpoint", "--files-only", "--name", "files", "s")
-	if said := do(2, "checkpoint", "--name", "full", "s"); !strings.Contains(said, "/run/secrets is part of their memory") {
+	if said := do(2, "checkpoint", "--name", "full", "s"); !strings.Contains(said,
+		"/run/secrets is part of their memory") {
 		t.Errorf("the full checkpoint does not say what it may hold: %s", said)
 	}
 	b.fails(3, "restore", "s", "full")
@@ -230,7 +240,8 @@ func TestSecretsRestored(t *testing.T) {
 	has("s", 3, 3)
 	equal(b, "its open file", b.ok("exec", "s", "cat", "/proc/1/fd/3"), fileValue+"3")
 	write(1000)
-	if r := b.try(with(3), "restore", "s", "full"); r.code == 0 || !strings.Contains(r.err, "the secret tok open, which had 18 bytes then and has 21 now") {
+	if r := b.try(with(3), "restore", "s", "full"); r.code == 0 ||
+		!strings.Contains(r.err, "the secret tok open, which had 18 bytes then and has 21 now") {
 		t.Errorf("restored with a longer secret open: %s", r)
 	}
 	do(3, "restore", "s", "files")
@@ -242,7 +253,8 @@ func TestSecretsRestored(t *testing.T) {
 
 	// Removed, only the names of its secrets are left.
 	b.ok("rm", "-f", "s")
-	if r := b.try(with(4), "restore", "s", "full"); r.code == 0 || !strings.Contains(r.err, "where the secret tok comes from is not known") {
+	if r := b.try(with(4), "restore", "s", "full"); r.code == 0 ||
+		!strings.Contains(r.err, "where the secret tok comes from is not known") {
 		t.Errorf("made again without the sources: %s", r)
 	}
 	do(4, "restore", "s", "files", "--secret", "tok=file:"+file, "--secret", "var=env:THE_TOKEN")

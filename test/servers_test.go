@@ -68,9 +68,12 @@ func (b *box) servers(userns string) {
 		var list []string
 		for line := range strings.Lines(b.sh(name, "ps -eo pid=,user=,args=")) {
 			line = strings.Join(strings.Fields(line), " ")
-			lasts := slices.ContainsFunc([]string{" postgres postgres: ", "/postgres ", " nginx: ", "/bin/psql -q", " sleep infinity"},
+			lasts := slices.ContainsFunc([]string{
+				" postgres postgres: ", "/postgres ", " nginx: ", "/bin/psql -q", " sleep infinity",
+			},
 				func(mark string) bool { return strings.Contains(line, mark) })
-			ours := strings.Contains(line, "[local]") && !strings.HasSuffix(line, " idle in transaction") // of a query of this test's
+			// of a query of this test's
+			ours := strings.Contains(line, "[local]") && !strings.HasSuffix(line, " idle in transaction")
 			if lasts && !ours && !strings.Contains(line, "autovacuum worker") {
 				list = append(list, line)
 			}
@@ -79,7 +82,9 @@ func (b *box) servers(userns string) {
 		return strings.Join(list, "\n")
 	}
 	want, wereThere := sql(digest), processes()
-	for _, of := range []string{" root nginx: master", " www-data nginx: worker", " postgres postgres: ", "/bin/psql -q"} {
+	for _, of := range []string{
+		" root nginx: master", " www-data nginx: worker", " postgres postgres: ", "/bin/psql -q",
+	} {
 		if !strings.Contains(wereThere, of) {
 			b.Fatalf("no process%q among these, so that this proves nothing:\n%s", of, wereThere)
 		}

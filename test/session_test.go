@@ -21,7 +21,10 @@ func TestSession(t *testing.T) {
 	defer c.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	req := func(name string) runtime.CreateRequest {
-		return runtime.CreateRequest{Spec: runtime.Spec{Name: name, Image: "busybox", Args: []string{"sh", "-c", counter}, Network: runtime.Network{Mode: runtime.NetworkNone}}}
+		return runtime.CreateRequest{Spec: runtime.Spec{
+			Name: name, Image: "busybox", Args: []string{"sh", "-c", counter},
+			Network: runtime.Network{Mode: runtime.NetworkNone},
+		}}
 	}
 	must := func(err error) {
 		t.Helper()

@@ -56,7 +56,9 @@ func init() {
 // sandboxes then go with its lease, which is its process's.
 func soakClient(socket, name string) {
 	c := api.Dial(socket)
-	lease, err := c.CreateLease(context.Background(), runtime.LeaseRequest{Name: "soak-" + name, LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerPid}})
+	lease, err := c.CreateLease(context.Background(), runtime.LeaseRequest{
+		Name: "soak-" + name, LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerPid},
+	})
 	if err != nil {
 		fmt.Printf("0 lease: %v\n", err)
 		os.Exit(1)
@@ -109,7 +111,9 @@ func TestSoak(t *testing.T) {
 	idle := s.memory()
 	say("%d sandboxes alive after %v, the service has %d MiB", soakAlive, filled.Round(time.Second), idle>>10)
 	// The first of each kind makes what stays.
-	lease, err := s.client.CreateLease(t.Context(), runtime.LeaseRequest{Name: "first", LeaseTerms: runtime.LeaseTerms{For: time.Hour}})
+	lease, err := s.client.CreateLease(t.Context(), runtime.LeaseRequest{
+		Name: "first", LeaseTerms: runtime.LeaseTerms{For: time.Hour},
+	})
 	if err == nil {
 		err = leasedCycle(t.Context(), s.client, "first", lease.ID)
 	}
@@ -137,8 +141,10 @@ func TestSoak(t *testing.T) {
 		if lasted := time.Since(began); lasted > next {
 			next = lasted + 30*time.Second
 			s.mu.Lock()
-			say("%v: %d of %d cycles, %d clients killed, ps of the last %d: p99 %v; the service has %d MiB", lasted.Round(time.Second), s.cycles.Load(), soakCycles, s.kills.Load(),
-				min(100, len(s.ps)), percentile(s.ps[max(0, len(s.ps)-100):], 0.99).Round(time.Millisecond), s.memory()>>10)
+			say("%v: %d of %d cycles, %d clients killed, ps of the last %d: p99 %v; the service has %d MiB",
+				lasted.Round(time.Second), s.cycles.Load(), soakCycles, s.kills.Load(),
+				min(100, len(s.ps)), percentile(s.ps[max(0, len(s.ps)-100):],
+					0.99).Round(time.Millisecond), s.memory()>>10)
 			s.mu.Unlock()
 		}
 	}
@@ -158,7 +164,8 @@ func TestSoak(t *testing.T) {
 			left++
 		}
 	}
-	say("ended after %v; %d sandboxes of the last clients, which were killed, are being removed with their leases", lasted.Round(time.Second), left)
+	say("ended after %v; %d sandboxes of the last clients, which were killed, are being removed with their leases",
+		lasted.Round(time.Second), left)
 	waited := time.Now()
 	for len(list) > soakAlive && time.Since(waited) < 2*time.Minute {
 		time.Sleep(500 * time.Millisecond)
@@ -215,7 +222,8 @@ func (s *soak) fill() {
 		all.Go(func() {
 			for n := i; n < soakAlive; n += 4 {
 				sb, err := s.client.Create(s.Context(), runtime.CreateRequest{Spec: runtime.Spec{
-					Name: fmt.Sprintf("alive-%d", n), Image: "busybox", Args: []string{"sleep", "100000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+					Name: fmt.Sprintf("alive-%d", n), Image: "busybox", Args: []string{"sleep", "100000"},
+					Network: runtime.Network{Mode: runtime.NetworkNone},
 				}})
 				if err == nil {
 					_, err = s.client.Start(s.Context(), sb.ID, nil)
@@ -237,7 +245,8 @@ func (s *soak) fill() {
 func (s *soak) keepClient(ctx context.Context, i int) {
 	for gen := 0; ctx.Err() == nil; gen++ {
 		cmd := exec.Command(os.Args[0], fmt.Sprintf("%d-%d", i, gen))
-		cmd.Env = append(os.Environ(), soakSocket+"="+filepath.Join(s.root, "run", api.SocketName), "GOMAXPROCS=1", "GOGC=50")
+		cmd.Env = append(os.Environ(), soakSocket+"="+filepath.Join(s.root, "run", api.SocketName),
+			"GOMAXPROCS=1", "GOGC=50")
 		cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 		out, err := cmd.StdoutPipe()
 		if err == nil {
@@ -386,7 +395,8 @@ func (s *soak) held() map[string]bool {
 		switch {
 		case err != nil:
 			return nil
-		case rel == "packs" || rel == "run/requests" || rel == "run/exits" || rel == "locks" || rel == "audit" || d.IsDir() && d.Name() == "merged":
+		case rel == "packs" || rel == "run/requests" || rel == "run/exits" || rel == "locks" || rel == "audit" ||
+			d.IsDir() && d.Name() == "merged":
 			return fs.SkipDir
 		case strings.HasPrefix(rel, "state.db") || strings.HasPrefix(rel, "audit."):
 			return nil
@@ -412,7 +422,10 @@ func mean(list []int64) (m int64) {
 	return m / max(1, int64(len(list)))
 }
 
-func (s *soak) table(t *testing.T, lasted time.Duration, idle int64, cpu time.Duration, left int, freed time.Duration, leaks, harmed int, report runtime.ReconcileReport) {
+func (s *soak) table(
+	t *testing.T, lasted time.Duration, idle int64, cpu time.Duration, left int, freed time.Duration, leaks, harmed int,
+	report runtime.ReconcileReport,
+) {
 	quarter := len(s.rss) / 4
 	second, last, most := mean(s.rss[quarter:2*quarter]), mean(s.rss[3*quarter:]), slices.Max(append(s.rss, 0))
 	failures := 0
@@ -427,14 +440,18 @@ func (s *soak) table(t *testing.T, lasted time.Duration, idle int64, cpu time.Du
 	}
 	out.WriteString("| | |\n| --- | --- |\n")
 	row("time", "%v", lasted.Round(time.Second))
-	row("processors; the machine's load average, the mean of it", "%d; %.1f", goruntime.NumCPU(), float64(mean(s.load))/100)
+	row("processors; the machine's load average, the mean of it", "%d; %.1f", goruntime.NumCPU(),
+		float64(mean(s.load))/100)
 	row("sandboxes alive all the time", "%d", soakAlive)
 	row("clients, killed at random", "%d, %d kills", soakClients, s.kills.Load())
 	row("cycles (run, write, checkpoint, change, restore, prove, rm)", "%d, %d failed", s.cycles.Load(), failures)
 	row("a cycle, median and p99", "%v, %v", percentile(s.took, 0.5), percentile(s.took, 0.99))
-	row("`ps` of all, median, p99 and most", "%v, %v, %v (%d times)", percentile(s.ps, 0.5).Round(time.Millisecond), p99.Round(time.Millisecond), percentile(s.ps, 1).Round(time.Millisecond), len(s.ps))
-	row("memory of the service with the sandboxes alone, at most, means of the second and the last quarter", "%d, %d, %d, %d MiB", idle>>10, most>>10, second>>10, last>>10)
-	row("sandboxes of the last clients, killed together, and the time until all had gone with their leases", "%d, %v", left, freed.Round(time.Second))
+	row("`ps` of all, median, p99 and most", "%v, %v, %v (%d times)", percentile(s.ps, 0.5).Round(time.Millisecond),
+		p99.Round(time.Millisecond), percentile(s.ps, 1).Round(time.Millisecond), len(s.ps))
+	row("memory of the service with the sandboxes alone, at most, means of the second and the last quarter",
+		"%d, %d, %d, %d MiB", idle>>10, most>>10, second>>10, last>>10)
+	row("sandboxes of the last clients, killed together, and the time until all had gone with their leases", "%d, %v",
+		left, freed.Round(time.Second))
 	row("found by the last `recover`", "%d", len(report.Findings))
 	row("leaked (mounts, cgroups, namespaces, processes, rows, files)", "%d", leaks)
 	row("harmed of what lived all the time", "%d", harmed)

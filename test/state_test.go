@@ -17,21 +17,33 @@ func TestState(t *testing.T) {
 	b := memoryBox(t)
 	b.ok("image", "import", "state", programRoot(b.T, "state"))
 	b.start("s", "state", "/state")
-	b.eventually("it holds all", func() bool { return b.try(nil, "exec", "s", "/state", "locks").code == 0 && b.there("s", "/ready") })
-	locks := strings.Join([]string{"plain write 100 28", "mapped-read read 7 0", "mapped-write write 100 28", "two-descriptors write 100 28", "flock true", "ofd write 100 28"}, "\n")
+	b.eventually("it holds all", func() bool {
+		return b.try(nil, "exec", "s", "/state", "locks").code == 0 && b.there("s", "/ready")
+	})
+	locks := strings.Join([]string{
+		"plain write 100 28", "mapped-read read 7 0", "mapped-write write 100 28", "two-descriptors write 100 28",
+		"flock true", "ofd write 100 28",
+	}, "\n")
 	want := strings.Join([]string{
-		"TCP_USER_TIMEOUT 12345 <nil>", "TCP_NOTSENT_LOWAT 4096 <nil>", "IP_TOS 16 <nil>", "SO_PRIORITY 3 <nil>", "TCP_DEFER_ACCEPT 7 <nil>", "TCP_FASTOPEN 5 <nil>",
-		"IP option 33 9 <nil>", "IP option 34 0 <nil>", "IP option 11 1 <nil>", "IP option 10 3 <nil>", `TCP_CONGESTION "reno" <nil>`,
-		"joined: address already in use", "joined: address already in use", "from its source: cannot assign requested address", "pending 0000008000000200",
-		"eventfd read 1", "eventfd read 1", `message "one" <nil>`, `message "" <nil>`, `message "three" <nil>`, "pipe of 1000:1000",
+		"TCP_USER_TIMEOUT 12345 <nil>", "TCP_NOTSENT_LOWAT 4096 <nil>", "IP_TOS 16 <nil>", "SO_PRIORITY 3 <nil>",
+		"TCP_DEFER_ACCEPT 7 <nil>", "TCP_FASTOPEN 5 <nil>",
+		"IP option 33 9 <nil>", "IP option 34 0 <nil>", "IP option 11 1 <nil>", "IP option 10 3 <nil>",
+		`TCP_CONGESTION "reno" <nil>`,
+		"joined: address already in use", "joined: address already in use",
+		"from its source: cannot assign requested address", "pending 0000008000000200",
+		"eventfd read 1", "eventfd read 1", `message "one" <nil>`, `message "" <nil>`,
+		`message "three" <nil>`, "pipe of 1000:1000",
 		`accepted "asked before" <nil>`, `answered "answer" <nil>`, `accepted "and ended" <nil>`, "then EOF",
-		`datagram "one" from 127.0.0.1:7003 <nil>`, `datagram "" from 127.0.0.1:7003 <nil>`, `datagram "three" from 127.0.0.1:7003 <nil>`,
-		`datagram "one" from [::1]:7003 <nil>`, `datagram "" from [::1]:7003 <nil>`, `datagram "three" from [::1]:7003 <nil>`,
+		`datagram "one" from 127.0.0.1:7003 <nil>`, `datagram "" from 127.0.0.1:7003 <nil>`,
+		`datagram "three" from 127.0.0.1:7003 <nil>`,
+		`datagram "one" from [::1]:7003 <nil>`, `datagram "" from [::1]:7003 <nil>`,
+		`datagram "three" from [::1]:7003 <nil>`,
 	}, "\n")
 	proc := regexp.MustCompile(`(?m)^(Cpus_allowed|Umask|SigIgn|SigCgt):.*$`)
 	kernel := func(name string) string {
 		dir := fmt.Sprintf("/proc/%d/", b.inspect(name).Pid)
-		return strings.Join(proc.FindAllString(b.read(dir+"status"), -1), "; ") + "; slack " + b.read(dir+"timerslack_ns") + "; oom " + b.read(dir+"oom_score_adj")
+		return strings.Join(proc.FindAllString(b.read(dir+"status"), -1), "; ") + "; slack " +
+			b.read(dir+"timerslack_ns") + "; oom " + b.read(dir+"oom_score_adj")
 	}
 	before := kernel("s")
 	one := b.checkpoint("s")

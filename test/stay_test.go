@@ -27,7 +27,9 @@ func TestUnchangedStay(t *testing.T) {
 		before[name] = stat(name)
 	}
 	ck := b.checkpoint("s")
-	for _, how := range [][]string{{"restore", "s", ck}, {"restore", "--files-only", "s", ck}, {"restore", "--verify", "s", ck}} {
+	for _, how := range [][]string{
+		{"restore", "s", ck}, {"restore", "--files-only", "s", ck}, {"restore", "--verify", "s", ck},
+	} {
 		b.sh("s", "echo new > /d/changed; echo more > /d/more")
 		b.ok(how...)
 		equal(b, "the changed file", b.file("s", "d/changed"), "old")

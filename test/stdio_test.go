@@ -11,7 +11,8 @@ import (
 func TestStdioByName(t *testing.T) {
 	t.Parallel()
 	for name, flags := range map[string][]string{
-		"default": nil, "user": {"-u", "1000:1001"}, "host": {"--userns", "host"}, "host user": {"--userns", "host", "-u", "1000:1001"},
+		"default": nil, "user": {"-u", "1000:1001"}, "host": {"--userns", "host"},
+		"host user": {"--userns", "host", "-u", "1000:1001"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -43,7 +44,8 @@ func TestStdioByName(t *testing.T) {
 				said("exec", b.try(nil, "exec", name, "sh", "-c", say))
 				said("exec as another user", b.try(nil, "exec", "-u", "7:8", name, "sh", "-c", say))
 				said("exec as a user by name", b.try(nil, "exec", "-u", "nobody", name, "sh", "-c", say))
-				if r := b.input([]byte("in"), nil, "exec", "-i", "-u", "7", name, "cat", "/dev/stdin"); r.code != 0 || r.out != "in" {
+				if r := b.input([]byte("in"), nil, "exec", "-i", "-u", "7", name, "cat",
+					"/dev/stdin"); r.code != 0 || r.out != "in" {
 					b.Errorf("the input by name: %+v", r)
 				}
 				b.ok("exec", "-d", "-u", "7", name, "sh", "-c", say+" && touch /tmp/detached")

@@ -61,7 +61,8 @@ func freezerOf(groups string) (string, bool) {
 func TestStoppedKilled(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	b.start("s", "--network", "none", "busybox", "sh", "-c", `for i in 1 2; do sleep 1000 & kill -STOP $!; done; `+counter)
+	b.start("s", "--network", "none", "busybox", "sh", "-c",
+		`for i in 1 2; do sleep 1000 & kill -STOP $!; done; `+counter)
 	stopped := func() bool { return strings.Count(b.sh("s", "cat /proc/[0-9]*/stat 2>/dev/null || true"), ") T ") == 2 }
 	b.eventually("they are stopped", stopped)
 	if _, v1 := freezerOf(b.read(fmt.Sprintf("/proc/%d/cgroup", b.inspect("s").Pid))); !v1 {

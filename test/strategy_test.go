@@ -45,7 +45,8 @@ func (s *sweep) checkHeld(r result) {
 	equal(s.box, "marker", s.file("s", "marker"), s.token)
 	if now.Held != "" {
 		for _, args := range [][]string{{"start", "s"}, {"cp", "scenes_test.go", "s:/x"}} {
-			if said := s.fails(4, args...); !strings.Contains(said, "it is held: a restore to checkpoint") || !strings.Contains(said, "agentbox release s") {
+			if said := s.fails(4, args...); !strings.Contains(said, "it is held: a restore to checkpoint") ||
+				!strings.Contains(said, "agentbox release s") {
 				s.Errorf("%q says: %s", args, said)
 			}
 		}
@@ -76,7 +77,8 @@ func TestStrategies(t *testing.T) {
 	restore := func(env, strategy string) (restored, result) {
 		t.Helper()
 		b.sh("s", "echo now > /marker")
-		r := b.try([]string{"AGENTBOX_FAILPOINT=" + env}, "restore", "--strategy", strategy, "--format", "json", "s", "base")
+		r := b.try([]string{"AGENTBOX_FAILPOINT=" + env}, "restore", "--strategy", strategy,
+			"--format", "json", "s", "base")
 		if r.code != 0 {
 			t.Fatalf("%s", r)
 		}
@@ -111,7 +113,8 @@ func TestStrategies(t *testing.T) {
 	}
 	b.reaches("s", b.count("s")+1)
 	back(got.Undo)
-	if said := b.ok("exec", "s", "sh", "-c", "tr '\\0' '\\n' < /proc/1/environ"); !strings.Contains(said, "AGENTBOX_SANDBOX="+id) {
+	if said := b.ok("exec", "s", "sh", "-c", "tr '\\0' '\\n' < /proc/1/environ"); !strings.Contains(said,
+		"AGENTBOX_SANDBOX="+id) {
 		t.Errorf("it is told: %s", said)
 	}
 	b.ok("restore", "--strategy", "recreate", "--no-undo", "s", "base")
@@ -128,10 +131,12 @@ func TestStrategies(t *testing.T) {
 	if len(got.Compensated) != 1 || got.Compensated[0].Label != "mail" || got.Compensated[0].Status != "compensated" {
 		t.Errorf("compensated: %+v", got.Compensated)
 	}
-	if got.Strategy != "files" || !got.Degraded || got.Recreated || len(got.Attempts) != 3 || got.Attempts[2].Next != "files" || got.Attempts[1].Try != 2 {
+	if got.Strategy != "files" || !got.Degraded || got.Recreated || len(got.Attempts) != 3 ||
+		got.Attempts[2].Next != "files" || got.Attempts[1].Try != 2 {
 		t.Errorf("%+v", got)
 	}
-	if !strings.Contains(r.err, "warning: the processes of the checkpoint could not be restored") || !strings.Contains(r.err, "tried full (3 times): failpoint restore.after-stage") {
+	if !strings.Contains(r.err, "warning: the processes of the checkpoint could not be restored") ||
+		!strings.Contains(r.err, "tried full (3 times): failpoint restore.after-stage") {
 		t.Errorf("it says: %s", r.err)
 	}
 	if said := b.ok("events", "--type", "restore", "s"); strings.Count(said, "by full failed") != 3 {
@@ -141,7 +146,8 @@ func TestStrategies(t *testing.T) {
 	if c := b.count("s"); c < n {
 		t.Errorf("counts from %d, was at %d", c, n)
 	}
-	equal(b, "what comes of one way that fails", b.try(failpoint("restore.after-stage", "error"), "restore", "--strategy", "full", "s", "base").code, 1)
+	equal(b, "what comes of one way that fails", b.try(failpoint("restore.after-stage", "error"), "restore",
+		"--strategy", "full", "s", "base").code, 1)
 	equal(b, "held", b.inspect("s").Held, "")
 	b.ok("restore", "--undo", "s")
 	b.fails(4, "restore", "--strategy", "full", "s", b.checkpoint("--files-only", "s"))
@@ -202,13 +208,17 @@ func TestSafeStop(t *testing.T) {
 	equal(b, "held by a refusal", b.inspect("s").Held, "")
 	r = restore("--alert", hook.URL+"/s3cret", "--alert-secret", key)
 	equal(b, "code", r.code, 4)
-	for _, want := range []string{"no strategy has restored it:", "full (3 times): failpoint restore.before-layout", "hint: The sandbox is stopped, with the files it had before, and no verb may use it.", "agentbox release s"} {
+	for _, want := range []string{
+		"no strategy has restored it:", "full (3 times): failpoint restore.before-layout",
+		"hint: The sandbox is stopped, with the files it had before, and no verb may use it.", "agentbox release s",
+	} {
 		if !strings.Contains(r.err, want) {
 			t.Errorf("it does not say %q: %s", want, r.err)
 		}
 	}
 	a := <-told
-	if a.Hook != "alert" || a.Verb != "restore" || !a.Held || a.Sandbox.Name != "s" || len(a.Attempts) < 3 || !strings.Contains(a.Error, "no strategy") {
+	if a.Hook != "alert" || a.Verb != "restore" || !a.Held || a.Sandbox.Name != "s" || len(a.Attempts) < 3 ||
+		!strings.Contains(a.Error, "no strategy") {
 		t.Errorf("told: %+v", a)
 	}
 	for i, want := range []string{"full", "files", "recreate", "recreate-files"} {
@@ -228,7 +238,8 @@ func TestSafeStop(t *testing.T) {
 	equal(b, "held", b.inspect("s").Held, "")
 	b.sh("s", "true")
 
-	equal(b, "code of a single way", b.try(failpoint("restore.before-layout", "error"), "restore", "--strategy", "files", "s", "base").code, 1)
+	equal(b, "code of a single way", b.try(failpoint("restore.before-layout", "error"), "restore", "--strategy",
+		"files", "s", "base").code, 1)
 	equal(b, "status then", b.inspect("s").Status, "running")
 	equal(b, "held then", b.inspect("s").Held, "")
 
@@ -254,7 +265,8 @@ func TestSafeStop(t *testing.T) {
 	// A redirect is not followed; what fails of an alert is told, too.
 	r = restore("--alert", hook.URL+"/moved", "--alert-secret", key)
 	<-told
-	if !strings.Contains(r.err, "the alert failed: 127.0.0.1:") || !strings.Contains(r.err, "answers 307") || strings.Contains(r.err, "/moved") {
+	if !strings.Contains(r.err, "the alert failed: 127.0.0.1:") || !strings.Contains(r.err, "answers 307") ||
+		strings.Contains(r.err, "/moved") {
 		t.Errorf("it says: %s", r.err)
 	}
 	select {
@@ -263,7 +275,8 @@ func TestSafeStop(t *testing.T) {
 	default:
 	}
 	for _, bad := range []string{"relative", "http://user:pw@host/", "http://", filepath.Join(b.root, "nobody")} {
-		if r := b.try(nil, "restore", "--strategy", "auto", "--alert", bad, "s", "base"); r.code == 0 || strings.Contains(r.err, "pw") {
+		if r := b.try(nil, "restore", "--strategy", "auto", "--alert", bad, "s", "base"); r.code == 0 ||
+			strings.Contains(r.err, "pw") {
 			t.Errorf("%s", r)
 		}
 	}

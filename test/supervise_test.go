@@ -115,7 +115,8 @@ func TestServiceKilledSupervised(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
 	cmd, _ := b.serve()
-	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c", "echo x >> /starts; exec sleep 100000")
+	b.start("s", "--network", "none", "--restart", "always", "busybox", "sh", "-c",
+		"echo x >> /starts; exec sleep 100000")
 	who := owner(t)
 	b.ok("lease", "create", "--name", "l", "--pid", fmt.Sprint(who.Process.Pid))
 	b.start("leased", "--lease", "l", "--network", "none", "busybox", "sleep", "100000")
@@ -153,7 +154,8 @@ func TestSupervisorReplaced(t *testing.T) {
 	install := func() {
 		t.Helper()
 		for _, name := range []string{"agentbox", "agentbox-runtime"} {
-			if out, err := exec.Command("cp", filepath.Join(bin, name), filepath.Join(dir, "new")).CombinedOutput(); err != nil {
+			if out, err := exec.Command("cp", filepath.Join(bin, name),
+				filepath.Join(dir, "new")).CombinedOutput(); err != nil {
 				t.Fatalf("%v: %s", err, out)
 			}
 			if err := os.Rename(filepath.Join(dir, "new"), filepath.Join(dir, name)); err != nil {

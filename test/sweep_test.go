@@ -52,7 +52,10 @@ func TestSpaceSweep(t *testing.T) {
 
 // ofStore are the beginnings of the failpoints of capture, commit, restore,
 // prune and import.
-var ofStore = []string{"checkpoint.", "restore.", "fork.", "overlay.", "store.begin.", "store.commit.", "store.abort.", "store.pack.", "store.remove.", "store.reclaim.", "store.sweep.", "portable.import."}
+var ofStore = []string{
+	"checkpoint.", "restore.", "fork.", "overlay.", "store.begin.", "store.commit.", "store.abort.", "store.pack.",
+	"store.remove.", "store.reclaim.", "store.sweep.", "portable.import.",
+}
 
 func inStore(point string) bool {
 	return slices.ContainsFunc(ofStore, func(prefix string) bool { return strings.HasPrefix(point, prefix) })
@@ -100,7 +103,8 @@ func runSweep(t *testing.T, action string) {
 		}
 	}
 	t.Logf("%d failpoints fired, of %d; %d of capture, commit, restore, prune and import", total, len(names), fired)
-	if whole := flag.Lookup("test.run").Value.String(); fired < least && (action != "error" || thorough.Asked()) && !strings.Contains(whole, "/") {
+	if whole := flag.Lookup("test.run").Value.String(); fired < least && (action != "error" || thorough.Asked()) &&
+		!strings.Contains(whole, "/") {
 		t.Errorf("only %d failpoints of capture, commit, restore, prune and import fired", fired)
 	}
 }
@@ -260,7 +264,8 @@ func (s *sweep) perform(point string, sc scene) {
 		// A restore goes on where only the processes cannot be kept for its undo.
 		// So does one that may be tried again.
 		again := strings.Contains(r.err, "tried recreate (1): failpoint "+point)
-		if lesser := "the undo checkpoint has files only: failpoint " + point; fired && r.code == 0 && !again && !strings.Contains(r.err, lesser) && point != "checkpoint.after-ready" { // which is only logged
+		if lesser := "the undo checkpoint has files only: failpoint " + point; fired && r.code == 0 && !again &&
+			!strings.Contains(r.err, lesser) && point != "checkpoint.after-ready" { // which is only logged
 			s.Errorf("%s: failed and ended with 0: %s", what, r)
 		}
 	}

@@ -47,7 +47,9 @@ func (s *sweep) checkStopped(r result) {
 	}
 	equal(s.box, "status of s", now.Status, "exited")
 	equal(s.box, "marker", s.file("s", "marker"), s.token)
-	if !slices.ContainsFunc(s.checkpoints("s"), func(ck checkpoint) bool { return ck.Name == "new" && ck.Status == "ready" }) {
+	if !slices.ContainsFunc(s.checkpoints("s"), func(ck checkpoint) bool {
+		return ck.Name == "new" && ck.Status == "ready"
+	}) {
 		s.Error("s is stopped, and the checkpoint is not there")
 		return
 	}
@@ -198,7 +200,8 @@ func (s *sweep) checkUpdated(r result) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	equal(s.box, "the network has the new rule", strings.Contains(string(state), "evil.invalid"), strings.Contains(s.ok("inspect", "r"), "evil.invalid"))
+	equal(s.box, "the network has the new rule", strings.Contains(string(state), "evil.invalid"),
+		strings.Contains(s.ok("inspect", "r"), "evil.invalid"))
 	s.ok("restart", "-t", "0", "r")
 	s.checkComer(r)
 }
@@ -233,7 +236,8 @@ func (s *sweep) checkPruned(r result) {
 		s.Errorf("left after a prune: %+v", list)
 	}
 	// One of the three files of 256 KiB is needed yet.
-	if u := decode[struct{ Stored, Waste int64 }](s.box, s.ok("df", "--format", "json")); u.Waste > u.Stored/4 || u.Stored > 500_000 {
+	if u := decode[struct{ Stored, Waste int64 }](s.box,
+		s.ok("df", "--format", "json")); u.Waste > u.Stored/4 || u.Stored > 500_000 {
 		s.Errorf("after a prune: %+v", u)
 	}
 	s.ok("restore", "--files-only", "--no-undo", "s")

@@ -43,7 +43,9 @@ func (b *box) activate(gid int) *unit {
 	if err := os.Chmod(path, 0o660); err != nil {
 		b.Fatal(err)
 	}
-	if u.notify, err = net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(b.root, "notify"), Net: "unixgram"}); err != nil {
+	if u.notify, err = net.ListenUnixgram("unixgram", &net.UnixAddr{
+		Name: filepath.Join(b.root, "notify"), Net: "unixgram",
+	}); err != nil {
 		b.Fatal(err)
 	}
 	b.Cleanup(func() {
@@ -65,8 +67,10 @@ func (u *unit) up() {
 		u.Fatal(err)
 	}
 	defer f.Close()
-	u.cmd = exec.Command("sh", "-c", `LISTEN_PID=$$ WATCHDOG_PID=$$ exec "$@"`, "sh", filepath.Join(bin, "agentbox"), "--root", u.root, "serve")
-	u.cmd.Env = append(os.Environ(), "LISTEN_FDS=1", "LISTEN_FDNAMES=agentbox.socket", "WATCHDOG_USEC=100000", "NOTIFY_SOCKET="+u.notify.LocalAddr().String())
+	u.cmd = exec.Command("sh", "-c", `LISTEN_PID=$$ WATCHDOG_PID=$$ exec "$@"`, "sh", filepath.Join(bin, "agentbox"),
+		"--root", u.root, "serve")
+	u.cmd.Env = append(os.Environ(), "LISTEN_FDS=1", "LISTEN_FDNAMES=agentbox.socket", "WATCHDOG_USEC=100000",
+		"NOTIFY_SOCKET="+u.notify.LocalAddr().String())
 	u.cmd.ExtraFiles = []*os.File{f}
 	log, err := os.OpenFile(filepath.Join(u.root, "serve.log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	if err != nil {
@@ -130,7 +134,9 @@ func TestServiceRestart(t *testing.T) {
 		t.Fatal(err)
 	}
 	var socket string
-	if err := raw.Control(func(fd uintptr) { socket, err = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd)) }); err != nil || socket == "" {
+	if err := raw.Control(func(fd uintptr) {
+		socket, err = os.Readlink(fmt.Sprintf("/proc/self/fd/%d", fd))
+	}); err != nil || socket == "" {
 		t.Fatalf("%q, %v", socket, err)
 	}
 	held := fmt.Sprintf("/proc/%d/fd", u.supervisor())
@@ -226,7 +232,8 @@ func TestServiceGroup(t *testing.T) {
 func TestServiceJournal(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	journal, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(b.root, "journal"), Net: "unixgram"})
+	journal, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(b.root,
+		"journal"), Net: "unixgram"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -273,7 +280,9 @@ func TestServiceJournal(t *testing.T) {
 		if !strings.Contains(text, "\nSANDBOX=") {
 			continue // the client's first request, for the service's Info
 		}
-		for _, want := range []string{"SANDBOX=nope", "VERB=get sandboxes", "CLIENT_UID=0", "STATUS=404", "PRIORITY=6"} {
+		for _, want := range []string{
+			"SANDBOX=nope", "VERB=get sandboxes", "CLIENT_UID=0", "STATUS=404", "PRIORITY=6",
+		} {
 			if !strings.Contains(text, "\n"+want+"\n") {
 				t.Errorf("no %s in %s", want, text)
 			}

@@ -26,9 +26,12 @@ func (b *box) certificate() (cert, key string) {
 		b.Fatal(err)
 	}
 	c := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "somebody"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
-		KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth},
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "somebody"},
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+		NotBefore:   time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour), IsCA: true,
+		BasicConstraintsValid: true,
+		KeyUsage:              x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+		ExtKeyUsage:           []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth},
 	}
 	der, err := x509.CreateCertificate(rand.Reader, c, c, &k.PublicKey, k)
 	if err != nil {
@@ -64,7 +67,9 @@ func TestServiceTCP(t *testing.T) {
 	_, socket := b.serve()
 	b.start("c", "--network", "none", "busybox", "sleep", "1000")
 
-	env := []string{"AGENTBOX_HOST=" + host, "AGENTBOX_TLS_CERT=" + cert, "AGENTBOX_TLS_KEY=" + key, "AGENTBOX_TLS_CA=" + cert}
+	env := []string{
+		"AGENTBOX_HOST=" + host, "AGENTBOX_TLS_CERT=" + cert, "AGENTBOX_TLS_KEY=" + key, "AGENTBOX_TLS_CA=" + cert,
+	}
 	// Without --root, which goes before AGENTBOX_HOST.
 	far := func(env []string, args ...string) (string, int) {
 		t.Helper()
@@ -87,13 +92,18 @@ func TestServiceTCP(t *testing.T) {
 	if out, err := py.CombinedOutput(); err != nil || string(out) != "300000 oci\n" {
 		t.Errorf("%v: %s", err, out)
 	}
-	if out, code := far(env, "group", "run", "-n", "2", "--name", "g", "--keep-for", "1h", "--image", "busybox", "--", "true"); code != 0 || !strings.Contains(out, "2 passed, 0 failed") {
+	if out, code := far(env, "group", "run", "-n", "2", "--name", "g", "--keep-for", "1h", "--image", "busybox", "--",
+		"true"); code != 0 || !strings.Contains(out, "2 passed, 0 failed") {
 		t.Errorf("%d: %s", code, out)
 	}
 	if out, code := far(env, "group", "rm", "g"); code != 0 {
 		t.Errorf("%d: %s", code, out)
 	}
-	for _, args := range [][]string{{"--listen", host}, {"--tls-cert", cert}, {"--listen", host, "--tls-cert", cert, "--tls-key", key}, {"--listen", "tcp://:1", "--tls-cert", cert, "--tls-key", key, "--tls-client-ca", cert}, {"--listen", "http://x"}} {
+	for _, args := range [][]string{
+		{"--listen", host}, {"--tls-cert", cert}, {"--listen", host, "--tls-cert", cert, "--tls-key", key},
+		{"--listen", "tcp://:1", "--tls-cert", cert, "--tls-key", key, "--tls-client-ca", cert},
+		{"--listen", "http://x"},
+	} {
 		b.fails(2, append([]string{"serve"}, args...)...)
 	}
 }

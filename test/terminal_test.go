@@ -66,7 +66,8 @@ func (m *terminal) enter(s string) {
 
 func (m *terminal) shows(s string) {
 	m.b.Helper()
-	for deadline := time.Now().Add(2 * time.Minute); !strings.Contains(m.screen(), s); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(2 * time.Minute); !strings.Contains(m.screen(),
+		s); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			m.b.Fatalf("the screen never showed %q:\n%q", s, m.screen())
 		}
@@ -153,7 +154,8 @@ func TestTerminal(t *testing.T) {
 
 func TestForeground(t *testing.T) {
 	b := newBox(t)
-	r := b.input([]byte("one\ntwo\n"), nil, "run", "-i", "--rm", "--network", "none", "busybox", "sh", "-c", "cat; echo done >&2; exit 3")
+	r := b.input([]byte("one\ntwo\n"), nil, "run", "-i", "--rm", "--network", "none", "busybox", "sh", "-c",
+		"cat; echo done >&2; exit 3")
 	equal(b, "stdout", r.out, "one\ntwo\n")
 	equal(b, "stderr", r.err, "done\n")
 	equal(b, "exit", r.code, 3)
@@ -162,7 +164,8 @@ func TestForeground(t *testing.T) {
 	// Ctrl-C without a terminal goes to the command.
 	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
 	defer cancel()
-	cmd := b.command(ctx, "run", "--name", "s", "--network", "none", "busybox", "sh", "-c", "trap 'exit 44' INT; echo up > /up; while :; do sleep 0.02; done")
+	cmd := b.command(ctx, "run", "--name", "s", "--network", "none", "busybox", "sh", "-c",
+		"trap 'exit 44' INT; echo up > /up; while :; do sleep 0.02; done")
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -183,15 +186,19 @@ func TestForeground(t *testing.T) {
 func TestOwnTerminal(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	b.start("tty", "-t", "--network", "none", "busybox", "sh", "-c", "sh -c 'exec 3<>/dev/tty; while :; do echo alive >&3; sleep 0.1; done'; true")
+	b.start("tty", "-t", "--network", "none", "busybox", "sh", "-c",
+		"sh -c 'exec 3<>/dev/tty; while :; do echo alive >&3; sleep 0.1; done'; true")
 	says := func(when string) {
 		b.Helper()
 		n := strings.Count(b.ok("logs", "tty"), "alive")
-		b.eventually(when+" it writes to its terminal", func() bool { return strings.Count(b.ok("logs", "tty"), "alive") > n+2 })
+		b.eventually(when+" it writes to its terminal", func() bool {
+			return strings.Count(b.ok("logs", "tty"), "alive") > n+2
+		})
 	}
 	opened := func() string {
 		b.Helper()
-		return strings.TrimSpace(b.sh("tty", "for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in 'sh -c exec 3'*) readlink $p/fd/3;; esac; done"))
+		return strings.TrimSpace(b.sh("tty",
+			"for p in /proc/[0-9]*; do case $(tr '\\0' ' ' <$p/cmdline) in 'sh -c exec 3'*) readlink $p/fd/3;; esac; done"))
 	}
 	says("at first")
 	equal(b, "what it has open", opened(), "/dev/tty")

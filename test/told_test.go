@@ -28,11 +28,13 @@ func TestFailuresAreToldOnce(t *testing.T) {
 			}
 		}
 	}
-	b.start("talks", "--network", "none", "busybox", "sh", "-c", "nc -l -p 77 -e sleep 1000 & until nc 127.0.0.1 77 -e sleep 1000; do :; done")
+	b.start("talks", "--network", "none", "busybox", "sh", "-c",
+		"nc -l -p 77 -e sleep 1000 & until nc 127.0.0.1 77 -e sleep 1000; do :; done")
 	b.eventually("it is connected", func() bool {
 		return strings.Contains(b.ok("exec", "talks", "netstat", "-tn"), "ESTABLISHED")
 	})
-	told(b.try(nil, "checkpoint", "--tcp", "refuse", "talks"), 1, "agentbox: checkpoint talks: a process has an established TCP connection",
+	told(b.try(nil, "checkpoint", "--tcp", "refuse", "talks"), 1,
+		"agentbox: checkpoint talks: a process has an established TCP connection",
 		"hint: Use --tcp established", "log: "+filepath.Join(b.root, "checkpoints", "failed"))
 
 	b.start("c", "--network", "host", "busybox", "sh", "-c", "nc -l -p 7791 >/dev/null; sleep 1000")
@@ -40,12 +42,15 @@ func TestFailuresAreToldOnce(t *testing.T) {
 	b.ok("checkpoint", "--name", "a", "c")
 	b.ok("stop", "-t", "0", "c")
 	b.start("other", "--network", "host", "busybox", "sh", "-c", "nc -l -p 7791 >/dev/null; sleep 1000")
-	b.eventually("another listens", func() bool { return strings.Contains(b.ok("exec", "other", "netstat", "-tln"), ":7791 ") })
+	b.eventually("another listens", func() bool {
+		return strings.Contains(b.ok("exec", "other", "netstat", "-tln"), ":7791 ")
+	})
 	taken := "an address that a process listened on is taken by another program"
 	told(b.try(nil, "restore", "c", "a"), 1, "agentbox: restore c: "+taken, "hint: Stop the program", "log: "+b.root)
 	r := b.try(nil, "restore", "--strategy", "auto", "c", "a")
 	told(r, 0, "tried full (3 times): "+taken, "warning: the processes")
 
-	told(b.try(nil, "run", "--rm", "--name", "r", "--network", "none", "busybox", "nosuch"), 127, "agentbox: run r: nosuch: not found in the sandbox")
+	told(b.try(nil, "run", "--rm", "--name", "r", "--network", "none", "busybox", "nosuch"), 127,
+		"agentbox: run r: nosuch: not found in the sandbox")
 	told(b.try(nil, "exec", "other", "nosuch"), 127, "agentbox: exec other: nosuch: not found in the sandbox")
 }

@@ -28,14 +28,18 @@ done`); got != "" {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write([]byte("served\n")) })}
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte("served\n"))
+	})}
 	t.Cleanup(func() { _ = server.Close() })
 	go func() { _ = server.Serve(listener) }()
 
 	b.start("c", "--userns", "host", "--network", "host", "busybox", "sleep", "1000")
 	b.sh("c", "echo nameserver "+resolver+" > /etc/resolv.conf; echo "+web+" listed.test >> /etc/hosts")
 	for _, name := range []string{"served.test", "listed.test"} {
-		for _, wget := range []string{"wget -q -O -", "wget -T 20 -q -O -", "/usr/bin/wget -qT20 -O -", "busybox wget -T 20 -t 1 -q -O -"} {
+		for _, wget := range []string{
+			"wget -q -O -", "wget -T 20 -q -O -", "/usr/bin/wget -qT20 -O -", "busybox wget -T 20 -t 1 -q -O -",
+		} {
 			equal(b, wget+" "+name, b.sh("c", wget+" http://"+name+"/"), "served")
 		}
 		equal(b, "nc "+name, b.sh("c", `printf 'GET / HTTP/1.0\r\n\r\n' | nc `+name+` 80 | tail -n 1`), "served")
@@ -43,7 +47,8 @@ done`); got != "" {
 	if got := b.sh("c", "nslookup served.test"); !strings.Contains(got, web) {
 		t.Errorf("nslookup: %s", got)
 	}
-	if got := b.sh("c", "wget -T 20 -O - http://no.test/ 2>&1; echo $?"); !strings.Contains(got, "bad address 'no.test'\n1") {
+	if got := b.sh("c", "wget -T 20 -O - http://no.test/ 2>&1; echo $?"); !strings.Contains(got,
+		"bad address 'no.test'\n1") {
 		t.Errorf("a name that there is not: %s", got)
 	}
 }

@@ -18,7 +18,9 @@ import (
 
 // collectAt is the environment of a process that sends its traces somewhere.
 func collectAt(url string) []string {
-	return []string{"OTEL_EXPORTER_OTLP_ENDPOINT=" + url, "OTEL_RESOURCE_ATTRIBUTES=team=core", "OTEL_BSP_SCHEDULE_DELAY=50"}
+	return []string{
+		"OTEL_EXPORTER_OTLP_ENDPOINT=" + url, "OTEL_RESOURCE_ATTRIBUTES=team=core", "OTEL_BSP_SCHEDULE_DELAY=50",
+	}
 }
 
 // An agent's trace goes on in the command line that it gives, in the service where
@@ -92,13 +94,16 @@ func TestTraces(t *testing.T) {
 			chain := func(step, command, route, verb string) tracestest.Span {
 				t.Helper()
 				cmd := of(trace[step], command)
-				if cmd.Parent != caller || cmd.Resource["service.name"] != "agentbox" || cmd.Resource["team"] != "core" || cmd.Resource["host.name"] == "" {
+				if cmd.Parent != caller || cmd.Resource["service.name"] != "agentbox" ||
+					cmd.Resource["team"] != "core" || cmd.Resource["host.name"] == "" {
 					t.Errorf("%+v", cmd)
 				}
 				above := cmd
 				if through == "service" {
 					above = of(trace[step], route)
-					if above.Parent != cmd.ID || above.Kind != otlp.Span_SPAN_KIND_SERVER || above.Resource["service.name"] != "sandboxes" || route != above.Attrs["http.request.method"].(string)+" "+above.Attrs["http.route"].(string) {
+					if above.Parent != cmd.ID || above.Kind != otlp.Span_SPAN_KIND_SERVER ||
+						above.Resource["service.name"] != "sandboxes" ||
+						route != above.Attrs["http.request.method"].(string)+" "+above.Attrs["http.route"].(string) {
 						t.Errorf("%+v", above)
 					}
 				}
@@ -108,13 +113,18 @@ func TestTraces(t *testing.T) {
 				}
 				return v
 			}
-			ck := chain("checkpoint", "agentbox checkpoint", "POST /v1/sandboxes/{sandbox}/checkpoints", "agentbox.checkpoint")
-			if a := ck.Attrs; ck.Error != "" || a["agentbox.sandbox.id"] != id || a["agentbox.sandbox.name"] != "c" || a["agentbox.checkpoint.kind"] != "full" || a["agentbox.checkpoint.id"] == "" ||
-				a["agentbox.frozen_ms"].(float64) <= 0 || a["agentbox.checkpoint.bytes"].(int64) <= 0 || a["agentbox.checkpoint.added"].(int64) <= 0 || ck.Nanos == 0 {
+			ck := chain("checkpoint", "agentbox checkpoint",
+				"POST /v1/sandboxes/{sandbox}/checkpoints", "agentbox.checkpoint")
+			if a := ck.Attrs; ck.Error != "" || a["agentbox.sandbox.id"] != id || a["agentbox.sandbox.name"] != "c" ||
+				a["agentbox.checkpoint.kind"] != "full" || a["agentbox.checkpoint.id"] == "" ||
+				a["agentbox.frozen_ms"].(float64) <= 0 || a["agentbox.checkpoint.bytes"].(int64) <= 0 ||
+				a["agentbox.checkpoint.added"].(int64) <= 0 || ck.Nanos == 0 {
 				t.Errorf("%+v", ck)
 			}
 			re := chain("restore", "agentbox restore", "POST /v1/sandboxes/{sandbox}/restore", "agentbox.restore")
-			if a := re.Attrs; re.Error != "" || a["agentbox.checkpoint.id"] != ck.Attrs["agentbox.checkpoint.id"] || a["agentbox.backend"] != "oci" || a["agentbox.down_ms"].(float64) <= 0 || a["agentbox.restore.undo"] == "" {
+			if a := re.Attrs; re.Error != "" || a["agentbox.checkpoint.id"] != ck.Attrs["agentbox.checkpoint.id"] ||
+				a["agentbox.backend"] != "oci" || a["agentbox.down_ms"].(float64) <= 0 ||
+				a["agentbox.restore.undo"] == "" {
 				t.Errorf("%+v", re)
 			}
 			ex := chain("exec", "agentbox exec", "GET /v1/sandboxes/{sandbox}/exec", "agentbox.exec")
@@ -124,10 +134,13 @@ func TestTraces(t *testing.T) {
 			if s := of(trace["exec"], "agentbox exec"); s.Error != "" || s.Attrs["process.exit.code"] != int64(5) {
 				t.Errorf("%+v", s)
 			}
-			if s := chain("again", "agentbox restore", "POST /v1/sandboxes/{sandbox}/restore", "agentbox.restore"); s.Error != "not_found" || s.Attrs["error.type"] != "not_found" || s.Attrs["agentbox.sandbox.id"] != id {
+			if s := chain("again", "agentbox restore", "POST /v1/sandboxes/{sandbox}/restore",
+				"agentbox.restore"); s.Error != "not_found" || s.Attrs["error.type"] != "not_found" ||
+				s.Attrs["agentbox.sandbox.id"] != id {
 				t.Errorf("%+v", s)
 			}
-			if s := of(trace["again"], "agentbox restore"); s.Error != "not_found" || s.Attrs["process.exit.code"] != int64(3) {
+			if s := of(trace["again"], "agentbox restore"); s.Error != "not_found" ||
+				s.Attrs["process.exit.code"] != int64(3) {
 				t.Errorf("%+v", s)
 			}
 			chain("run", "agentbox run", "POST /v1/sandboxes", "agentbox.create")
@@ -138,12 +151,14 @@ func TestTraces(t *testing.T) {
 					t.Errorf("what only looked begins a trace: %+v", s)
 				case s.Trace == trace["usage"]:
 					t.Errorf("a command line that is wrong asks for nothing: %+v", s)
-				case s.Trace == handed && (through == "engine" || s.Name != "POST /v1/sandboxes/{sandbox}/pause" && s.Name != "agentbox.pause"):
+				case s.Trace == handed && (through == "engine" ||
+					s.Name != "POST /v1/sandboxes/{sandbox}/pause" && s.Name != "agentbox.pause"):
 					t.Errorf("%+v", s)
 				}
 			}
 			if through == "service" {
-				if s := of(handed, "POST /v1/sandboxes/{sandbox}/pause"); s.Parent != caller || of(handed, "agentbox.pause").Parent != s.ID {
+				if s := of(handed, "POST /v1/sandboxes/{sandbox}/pause"); s.Parent != caller ||
+					of(handed, "agentbox.pause").Parent != s.ID {
 					t.Errorf("%+v", s)
 				}
 			}
@@ -164,7 +179,8 @@ func TestTracesOfDeeds(t *testing.T) {
 	c := tracestest.New(t)
 	env := append(collectAt(c.URL), "TRACEPARENT=00-"+fmt.Sprintf("%032x", 7)+"-b7ad6b7169203331-01")
 	ttl := 3 * time.Second * patience
-	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", ttl.String(), "--stop-signal", "KILL", "--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
+	if r := b.try(env, "run", "-d", "--name", "c", "--network", "none", "--ttl", ttl.String(), "--stop-signal", "KILL",
+		"--checkpoint-every", "1s", "busybox", "sleep", "1000"); r.code != 0 {
 		t.Fatal(r)
 	}
 	id := b.inspect("c").ID
@@ -179,7 +195,8 @@ func TestTracesOfDeeds(t *testing.T) {
 			}
 			return false
 		})
-		if found.Parent != "" || found.Trace == fmt.Sprintf("%032x", 7) || found.Error != "" || found.Attrs["agentbox.sandbox.id"] != id || found.Attrs["agentbox.sandbox.name"] != "c" {
+		if found.Parent != "" || found.Trace == fmt.Sprintf("%032x", 7) || found.Error != "" ||
+			found.Attrs["agentbox.sandbox.id"] != id || found.Attrs["agentbox.sandbox.name"] != "c" {
 			t.Errorf("%+v", found)
 		}
 		return found
@@ -187,7 +204,8 @@ func TestTracesOfDeeds(t *testing.T) {
 	if s := own("agentbox.checkpoint"); s.Attrs["agentbox.checkpoint.trigger"] != "interval" {
 		t.Errorf("%+v", s)
 	}
-	if s := own("agentbox.stop"); s.Attrs["agentbox.by"] != "watch" || s.Attrs["agentbox.why"] != fmt.Sprintf("ttl: its time of %v is over", ttl) {
+	if s := own("agentbox.stop"); s.Attrs["agentbox.by"] != "watch" ||
+		s.Attrs["agentbox.why"] != fmt.Sprintf("ttl: its time of %v is over", ttl) {
 		t.Errorf("%+v", s)
 	}
 }
@@ -207,14 +225,18 @@ func TestTracesNowhere(t *testing.T) {
 	const slack = 5 * time.Second // of a host that has more to do
 	said := func(r result, code, lines int, within time.Duration, began time.Time) {
 		t.Helper()
-		if took := time.Since(began); r.code != code || strings.Count(r.err, "traces not sent") != lines || took > within+slack {
+		if took := time.Since(began); r.code != code || strings.Count(r.err,
+			"traces not sent") != lines || took > within+slack {
 			t.Errorf("want exit %d within %v, not %v: %s", code, within, took, r)
 		}
 	}
 	for _, c := range []struct {
 		code int
 		args []string
-	}{{0, []string{"pause", "c"}}, {0, []string{"unpause", "c"}}, {3, []string{"pause", "none-such"}}, {7, []string{"exec", "c", "sh", "-c", "exit 7"}}} {
+	}{
+		{0, []string{"pause", "c"}}, {0, []string{"unpause", "c"}}, {3, []string{"pause", "none-such"}},
+		{7, []string{"exec", "c", "sh", "-c", "exit 7"}},
+	} {
 		began := time.Now()
 		said(b.try(hangs, c.args...), c.code, 1, traces.FlushTime, began)
 	}
@@ -222,7 +244,9 @@ func TestTracesNowhere(t *testing.T) {
 	said(b.try(collectAt("http://127.0.0.1:1"), "exec", "c", "sh", "-c", "exit 7"), 7, 1, 0, began)
 	began = time.Now()
 	said(b.try(hangs, "version"), 0, 0, 0, began) // nothing was recorded
-	if r := b.try([]string{"OTEL_EXPORTER_OTLP_ENDPOINT=127.0.0.1:4317", "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"}, "exec", "c", "true"); r.code != 0 || strings.Count(r.err, "\n") != 1 || !strings.Contains(r.err, "traces disabled") || !strings.Contains(r.err, "http/protobuf") {
+	if r := b.try([]string{"OTEL_EXPORTER_OTLP_ENDPOINT=127.0.0.1:4317", "OTEL_EXPORTER_OTLP_PROTOCOL=grpc"}, "exec",
+		"c", "true"); r.code != 0 || strings.Count(r.err, "\n") != 1 || !strings.Contains(r.err, "traces disabled") ||
+		!strings.Contains(r.err, "http/protobuf") {
 		t.Error(r)
 	}
 

@@ -22,7 +22,8 @@ func TestNestedTurns(t *testing.T) {
 	script := fmt.Sprintf("#!/bin/sh\nAGENTBOX_HOST=unix://%s exec %s/agentbox checkpoint --files-only \"other-${1:-$AGENTBOX_SANDBOX_NAME}\"\n", socket, bin)
 	dir := filepath.Join(b.root, "policies")
 	err := errors.Join(os.WriteFile(nested, []byte(script), 0o700), os.Mkdir(dir, 0o700),
-		os.WriteFile(filepath.Join(dir, "nested.yaml"), []byte("hooks: {before_checkpoint: [{run: ["+nested+"], timeout: 1m}]}\n"), 0o600))
+		os.WriteFile(filepath.Join(dir, "nested.yaml"), []byte("hooks: {before_checkpoint: [{run: ["+nested+
+			"], timeout: 1m}]}\n"), 0o600))
 	if err != nil {
 		t.Fatal(err)
 	}

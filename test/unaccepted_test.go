@@ -13,10 +13,13 @@ import (
 var unacceptedReport = strings.Join([]string{
 	`/one: "asked before and after" from process true of user 0`, "/one: 1 events 0x1 77 88", `/one: answered "answer"`,
 	"/one: nonblocking true, close-on-exec 1, SO_PASSCRED 1, at its end -11",
-	`@abstract: "asked before and after" from process true of user 0`, "@abstract: 1 events 0x1 77 88", `@abstract: answered "answer"`,
+	`@abstract: "asked before and after" from process true of user 0`, "@abstract: 1 events 0x1 77 88",
+	`@abstract: answered "answer"`,
 	"@abstract: nonblocking true, close-on-exec 1, SO_PASSCRED 1, at its end -11",
-	`several: "data of 0", then -1 resource temporarily unavailable`, `several: "data of 1", then 0 <nil>`, `several: "data of 2", then 0 <nil>`,
-	`several: "", then 0 <nil>`, `several: "data of 4", then -1 resource temporarily unavailable`, `several: "all of 5 true", then -1 resource temporarily unavailable`,
+	`several: "data of 0", then -1 resource temporarily unavailable`, `several: "data of 1", then 0 <nil>`,
+	`several: "data of 2", then 0 <nil>`,
+	`several: "", then 0 <nil>`, `several: "data of 4", then -1 resource temporarily unavailable`,
+	`several: "all of 5 true", then -1 resource temporarily unavailable`,
 	`empty: "first"`, `empty: "second"`,
 	`packets: "one"`, `packets: ""`, `packets: "three"`, `packets: "four"`,
 	`passing: "take" <nil>`, `passing: "in the file" <nil>`, `passing: " this"`,
@@ -73,7 +76,8 @@ func TestUnaccepted(t *testing.T) {
 	b.ok("fork", "--name", "f", "s@"+one)
 	is("forked", "f")
 	for _, point := range []string{
-		"unaccepted.carrier", "unaccepted.accepted", "unaccepted.received", "unaccepted.socket", "unaccepted.connect", "unaccepted.connected", "unaccepted.sending",
+		"unaccepted.carrier", "unaccepted.accepted", "unaccepted.received", "unaccepted.socket", "unaccepted.connect",
+		"unaccepted.connected", "unaccepted.sending",
 		"unaccepted.sent", "unaccepted.filled", "unaccepted.given", "unaccepted.replaced", "unaccepted.closed",
 	} {
 		b.ok("restore", "s", one)
@@ -98,7 +102,8 @@ func TestUnaccepted(t *testing.T) {
 	// Connections that cannot be put back now are reported, and put back before the next
 	// checkpoint.
 	b.ok("restore", "s", one)
-	if r := b.try(failpoint("unaccepted.filled", "error"), "checkpoint", "s"); r.code != 0 || !strings.Contains(r.err, "are not put back") {
+	if r := b.try(failpoint("unaccepted.filled", "error"), "checkpoint", "s"); r.code != 0 ||
+		!strings.Contains(r.err, "are not put back") {
 		t.Errorf("a checkpoint that puts nothing back: %s", r)
 	}
 	b.checkpoint("s")
@@ -115,7 +120,9 @@ func TestUnaccepted(t *testing.T) {
 	stopped := func(when string) {
 		b.Helper()
 		pid := b.inspect("s").Pid
-		b.eventually("it is stopped "+when, func() bool { return strings.Contains(b.read(fmt.Sprintf("/proc/%d/status", pid)), "\nState:\tT") })
+		b.eventually("it is stopped "+when, func() bool {
+			return strings.Contains(b.read(fmt.Sprintf("/proc/%d/status", pid)), "\nState:\tT")
+		})
 	}
 	check(syscall.Kill(b.inspect("s").Pid, syscall.SIGSTOP))
 	stopped("before the checkpoint")
@@ -130,7 +137,8 @@ func TestUnaccepted(t *testing.T) {
 	b.ok("restore", "s", one)
 	b.ok("exec", "-d", "s", "/unaccepted", "client")
 	b.eventually("the client has sent", func() bool { return b.there("s", "/client") })
-	if r := b.try(nil, "checkpoint", "--name", "late", "s"); r.code != 0 || !strings.Contains(r.err, "(/unaccepted client) to /late is closed by a restore") {
+	if r := b.try(nil, "checkpoint", "--name", "late", "s"); r.code != 0 ||
+		!strings.Contains(r.err, "(/unaccepted client) to /late is closed by a restore") {
 		t.Errorf("a checkpoint with a client of an exec: %s", r)
 	}
 	late = `late: "late", then -1 resource temporarily unavailable`
@@ -150,7 +158,8 @@ func TestUnacceptedNamed(t *testing.T) {
 	b.ok("image", "import", "unaccepted", programRoot(b.T, "unaccepted"))
 	b.start("s", "--network", "none", "unaccepted", "/unaccepted", "named")
 	b.eventually("the connection waits", func() bool { return b.there("s", "/ready") })
-	if r := b.try(nil, "checkpoint", "s"); r.code == 0 || !strings.Contains(r.err, "the client of one has bound its socket to a name") {
+	if r := b.try(nil, "checkpoint", "s"); r.code == 0 ||
+		!strings.Contains(r.err, "the client of one has bound its socket to a name") {
 		t.Errorf("checkpoint: %s", r)
 	}
 	equal(b, "status", b.inspect("s").Status, "running")

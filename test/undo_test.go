@@ -11,7 +11,8 @@ import (
 func (b *box) undos(name string) (ids []string) {
 	b.Helper()
 	var list []checkpoint
-	if err := json.Unmarshal([]byte(b.ok("checkpoint", "ls", "-a", "--trigger", "undo", "--format", "json", name)), &list); err != nil {
+	if err := json.Unmarshal([]byte(b.ok("checkpoint", "ls", "-a", "--trigger", "undo", "--format", "json",
+		name)), &list); err != nil {
 		b.Fatal(err)
 	}
 	for _, c := range list {
@@ -36,7 +37,8 @@ func TestUndoOfKilledRetry(t *testing.T) {
 	before := b.undos("s")
 	b.sh("s", "echo now > /marker")
 	for _, point := range []string{"restore.after-undo", "store.commit.after-row"} {
-		r := b.try([]string{"AGENTBOX_FAILPOINT=checkpoint.after-dump=error," + point + "=kill"}, "restore", "s", "base")
+		r := b.try([]string{"AGENTBOX_FAILPOINT=checkpoint.after-dump=error," + point + "=kill"},
+			"restore", "s", "base")
 		if !r.killed {
 			t.Fatalf("not killed: %s", r)
 		}

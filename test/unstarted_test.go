@@ -11,7 +11,9 @@ import (
 func TestUnstartedGoesWithItsCaller(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
-	for _, at := range []string{"create.after-row", "create.after-backend", "start.before-backend", "oci.start.after-bundle"} {
+	for _, at := range []string{
+		"create.after-row", "create.after-backend", "start.before-backend", "oci.start.after-bundle",
+	} {
 		for _, args := range [][]string{{"run", "--rm"}, {"run", "-d"}, {"run"}} {
 			args = append(args, "--name", "half", "--network", "none", "busybox", "sleep", "1000")
 			if r := b.try([]string{"AGENTBOX_FAILPOINT=" + at + "=kill"}, args...); !r.killed {

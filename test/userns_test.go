@@ -26,7 +26,8 @@ func TestUserNamespace(t *testing.T) {
 	if err := os.WriteFile(token, []byte("hush"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	b.start("mapped", "--userns", "auto", "-w", "/made", "-v", shared+":/shared", "--secret", "token=file:"+token, "busybox", "sh", "-c",
+	b.start("mapped", "--userns", "auto", "-w", "/made", "-v", shared+":/shared", "--secret",
+		"token=file:"+token, "busybox", "sh", "-c",
 		`mkdir /w; echo root > /w/root; echo user > /w/user; chown 1000:1001 /w/user; chmod 640 /w/*; `+counter)
 	b.eventually("it counts", func() bool { return b.count("mapped") > 2 })
 	ids := idsOf(b, "mapped")
@@ -63,7 +64,9 @@ func TestUserNamespace(t *testing.T) {
 	b.ok("exec", "mapped", "sh", "-c", "rm /w/user; echo new > /new")
 	for range 2 {
 		b.ok("restore", "--secret", "token=file:"+token, "mapped", one)
-		equal(b, "its files", b.sh("mapped", "cd /w; stat -c '%n %u:%g %a' *; ls /new 2>/dev/null; stat -c %u:%g /made /etc/hosts"), "root 0:0 640\nuser 1000:1001 640\n0:0\n0:0")
+		equal(b, "its files", b.sh("mapped",
+			"cd /w; stat -c '%n %u:%g %a' *; ls /new 2>/dev/null; stat -c %u:%g /made /etc/hosts"),
+			"root 0:0 640\nuser 1000:1001 640\n0:0\n0:0")
 		// A volume's files are the host's, whose root is the sandbox's there.
 		b.sh("mapped", "echo from inside > /shared/file; chown 1000 /shared/file")
 		if uid, gid := owner(filepath.Join(shared, "file")); uid != 1000 || gid != 0 {
@@ -205,7 +208,8 @@ func TestUserNamespaceDefault(t *testing.T) {
 		if why := hostIDs(b, name); !strings.Contains(why, c.why) || idsOf(b, name).Size != 0 {
 			t.Errorf("%q: %+v, %q", c.args, idsOf(b, name), why)
 		}
-		if said := b.fails(8, append(append([]string{"create", "--userns", "auto"}, c.args...), "true")...); !strings.Contains(said, c.why) {
+		if said := b.fails(8, append(append([]string{"create", "--userns", "auto"}, c.args...),
+			"true")...); !strings.Contains(said, c.why) {
 			t.Errorf("%q --userns auto: %s", c.args, said)
 		}
 	}
@@ -227,7 +231,8 @@ func TestUserNamespaceDefault(t *testing.T) {
 		{"user.namespace: required", []string{"--policy", required, "--userns", "host"}},
 		{"user.namespace: preferred", []string{"--policy", "strict", "--userns", "host"}},
 	} {
-		if said := b.fails(7, append(append([]string{"create"}, c.args...), "busybox", "true")...); !strings.Contains(said, "denied") || !strings.Contains(said, c.why) {
+		if said := b.fails(7, append(append([]string{"create"}, c.args...), "busybox",
+			"true")...); !strings.Contains(said, "denied") || !strings.Contains(said, c.why) {
 			t.Errorf("%q: %s", c.args, said)
 		}
 	}

@@ -22,7 +22,9 @@ func TestWaits(t *testing.T) {
 		"futex-until", "read-fed", "semtimedop-fed", "signal",
 	}
 	begin := func(name string) {
-		b.start(name, append([]string{"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second))}, calls...)...)
+		b.start(name, append([]string{
+			"--network", "none", "waits", "/waits", strconv.Itoa(int(limit / time.Second)),
+		}, calls...)...)
 	}
 	begin("waits")
 	t.Cleanup(func() {
@@ -32,7 +34,9 @@ func TestWaits(t *testing.T) {
 	})
 	says := func(name, line string, times int) {
 		b.Helper()
-		b.eventually(fmt.Sprintf("%s says %q", name, line), func() bool { return strings.Count(b.ok("logs", name), line) == times })
+		b.eventually(fmt.Sprintf("%s says %q", name, line), func() bool {
+			return strings.Count(b.ok("logs", name), line) == times
+		})
 	}
 	// returned checks what the calls have returned of late.
 	returned := func(name string, others map[string]string) {
@@ -60,7 +64,8 @@ func TestWaits(t *testing.T) {
 					want = "1"
 				}
 				if took := time.Duration(n) * time.Millisecond; result != want || took < limit-limit/100 && !early {
-					b.Errorf("%s: %s of the %s thread returned %s after %v, want %s", name, call, who, result, took, want)
+					b.Errorf("%s: %s of the %s thread returned %s after %v, want %s", name, call,
+						who, result, took, want)
 				}
 			}
 		}
@@ -106,7 +111,8 @@ func TestZombiesOfExec(t *testing.T) {
 		if n := zombies(); n != many {
 			t.Fatalf("%d of %d are there", n, many)
 		}
-		if log := b.read(filepath.Join(b.root, "run", b.inspect("z").ID, "restore", "restore.log")); strings.Contains(log, "for restoring SID") {
+		if log := b.read(filepath.Join(b.root, "run", b.inspect("z").ID, "restore",
+			"restore.log")); strings.Contains(log, "for restoring SID") {
 			t.Fatal("CRIU has made some through a helper")
 		}
 	}

@@ -24,7 +24,8 @@ func TestWatchersSeeWhatDiffers(t *testing.T) {
 	b.sh("s", "echo new > /mixed/changed; rm /mixed/gone; echo new > /mixed/more")
 	b.ok("stop", "-t", "0", "s")
 
-	w := watchFiles(t, b.inspect("s").Upperdir, "same", "same/deep", "same/file", "same/deep/file", "mixed", "mixed/kept")
+	w := watchFiles(t, b.inspect("s").Upperdir, "same", "same/deep", "same/file",
+		"same/deep/file", "mixed", "mixed/kept")
 	b.ok("restore", "s", ck)
 	equal(b, "the changed file", b.file("s", "mixed/changed"), "old")
 	for _, name := range w.events() {
@@ -61,7 +62,8 @@ func watchFiles(t *testing.T, dir string, names ...string) *watcher {
 	w := &watcher{T: t, dir: dir, fd: fd, names: map[int32]string{}}
 	for _, name := range names {
 		// To look at a directory, as a comparison does, is no change.
-		wd, err := unix.InotifyAddWatch(fd, filepath.Join(dir, name), unix.IN_ALL_EVENTS&^(unix.IN_ACCESS|unix.IN_OPEN|unix.IN_CLOSE_NOWRITE))
+		wd, err := unix.InotifyAddWatch(fd, filepath.Join(dir, name),
+			unix.IN_ALL_EVENTS&^(unix.IN_ACCESS|unix.IN_OPEN|unix.IN_CLOSE_NOWRITE))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -111,7 +111,8 @@ func TestPythonThreads(t *testing.T) {
 
 func TestRedis(t *testing.T) {
 	b := debianBox(t)
-	b.start("redis", "--network", "none", "debian", "redis-server", "--save", "", "--appendonly", "no", "--bind", "127.0.0.1")
+	b.start("redis", "--network", "none", "debian", "redis-server", "--save", "", "--appendonly",
+		"no", "--bind", "127.0.0.1")
 	cli := func(args ...string) string {
 		t.Helper()
 		out := b.ok(append([]string{"exec", "redis", "redis-cli"}, args...)...)
@@ -234,7 +235,9 @@ func TestTmux(t *testing.T) {
 		b.eventually("the shell answers", func() bool { return b.file("tmux", file) != "" })
 		return b.file("tmux", file)
 	}
-	b.eventually("tmux answers", func() bool { return b.try(nil, "exec", "tmux", "tmux", "-L", "s", "has-session").code == 0 })
+	b.eventually("tmux answers", func() bool {
+		return b.try(nil, "exec", "tmux", "tmux", "-L", "s", "has-session").code == 0
+	})
 	keys("COLOUR=blue; cd /var/tmp")
 	equal(b, "before", value("COLOUR"), "blue")
 	shell := value("$")
@@ -242,7 +245,9 @@ func TestTmux(t *testing.T) {
 	keys("COLOUR=red; cd /")
 	equal(b, "changed", value("COLOUR"), "red")
 	keys("exit")
-	b.eventually("the shell is gone", func() bool { return b.try(nil, "exec", "tmux", "tmux", "-L", "s", "has-session").code != 0 })
+	b.eventually("the shell is gone", func() bool {
+		return b.try(nil, "exec", "tmux", "tmux", "-L", "s", "has-session").code != 0
+	})
 	b.ok("restore", "tmux")
 	equal(b, "after the restore", value("COLOUR"), "blue")
 	equal(b, "the shell's pid", value("$"), shell)
@@ -324,7 +329,9 @@ apt-get -qq update`)
 	if r := b.try(nil, "exec", "apt", "dpkg", "-s", "greeter"); r.code == 0 {
 		t.Errorf("dpkg still knows the package: %s", r)
 	}
-	for _, path := range []string{"usr/bin/greeter", "etc/greeter", "var/lib/greeter-state", "var/lib/dpkg/info/greeter.list"} {
+	for _, path := range []string{
+		"usr/bin/greeter", "etc/greeter", "var/lib/greeter-state", "var/lib/dpkg/info/greeter.list",
+	} {
 		if _, err := os.Lstat(b.inspect("apt").Upperdir + "/" + path); err == nil {
 			t.Errorf("/%s is still there", path)
 		}

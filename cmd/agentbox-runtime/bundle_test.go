@@ -76,7 +76,10 @@ func TestEditHooks(t *testing.T) {
 		to   changes
 		want []string
 	}{
-		{"", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{cutVerb, "/first", "/theirs", standInVerb + " 192.0.2.1"}},
+		{
+			"", changes{cut: true, standIn: []string{"192.0.2.1"}},
+			[]string{cutVerb, "/first", "/theirs", standInVerb + " 192.0.2.1"},
+		},
 		{"/run/netns/x", changes{cut: true, standIn: []string{"192.0.2.1"}}, []string{"/first", "/theirs", downVerb}},
 		{"", changes{standIn: []string{}}, []string{"/first", "/theirs", standInVerb}},
 		{"", changes{resolve: true}, []string{"/first", "/theirs"}},

@@ -29,18 +29,23 @@ func (c call) bundle() string {
 // Flags of runc and crun, without dashes; the value reports whether one takes an argument.
 var (
 	globalFlags = map[string]bool{
-		"root": true, "log": true, "log-format": true, "criu": true, "rootless": true, "cgroup-manager": true, "log-level": true,
+		"root": true, "log": true, "log-format": true, "criu": true, "rootless": true,
+		"cgroup-manager": true, "log-level": true,
 		"debug": false, "systemd-cgroup": false, "help": false, "h": false, "version": false, "v": false,
 	}
 	createFlags = map[string]bool{
 		"bundle": true, "b": true, "console-socket": true, "pid-file": true, "pidfd-socket": true, "preserve-fds": true,
-		"config": true, "f": true, "no-mount-fallback": false, "no-pivot": false, "no-new-keyring": false, "no-subreaper": false, "keep": false,
+		"config": true, "f": true, "no-mount-fallback": false, "no-pivot": false, "no-new-keyring": false,
+		"no-subreaper": false, "keep": false,
 		"detach": false, "d": false,
 	}
 	execFlags = map[string]bool{
-		"process": true, "p": true, "pid-file": true, "console-socket": true, "pidfd-socket": true, "preserve-fds": true, "cwd": true,
-		"env": true, "e": true, "user": true, "u": true, "additional-gids": true, "g": true, "process-label": true, "apparmor": true,
-		"cap": true, "c": true, "cgroup": true, "tty": false, "t": false, "detach": false, "d": false, "no-new-privs": false,
+		"process": true, "p": true, "pid-file": true, "console-socket": true, "pidfd-socket": true,
+		"preserve-fds": true, "cwd": true,
+		"env": true, "e": true, "user": true, "u": true, "additional-gids": true, "g": true,
+		"process-label": true, "apparmor": true,
+		"cap": true, "c": true, "cgroup": true, "tty": false, "t": false, "detach": false,
+		"d": false, "no-new-privs": false,
 		"no-subreaper": false, "ignore-paused": false,
 	}
 	startFlags  = map[string]bool{} // of pause too

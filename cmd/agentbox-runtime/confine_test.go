@@ -52,7 +52,8 @@ func (b *box) confined(t *testing.T, label string) {
 		t.Fatalf("its processes: %v, %v", pids, err)
 	}
 	for _, pid := range pids {
-		if got, err := os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid)); err != nil || strings.TrimSpace(string(got)) != label {
+		if got, err := os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid)); err != nil ||
+			strings.TrimSpace(string(got)) != label {
 			t.Errorf("process %d is in %q, not in %q (%v)", pid, got, label, err)
 		}
 	}
@@ -61,7 +62,9 @@ func (b *box) confined(t *testing.T, label string) {
 // restore brings the container back, or says why not.
 func (b *box) restore(t *testing.T) error {
 	t.Helper()
-	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{
+		Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	log := filepath.Join(b.Work, "log")
@@ -99,7 +102,9 @@ func TestRestoreConfined(t *testing.T) {
 	// Two processes, so that not only the first is looked at. A dump interrupts their calls,
 	// which nothing here continues: the second, too, has to live on after EINTR, as sleep of
 	// busybox 1.37 does not.
-	b := newBox(t, []string{"sh", "-c", "while :; do sleep 1; done & i=0; while :; do i=$((i+1)); printf %08d $i 1<>/count; sleep 0.05; done"}, nil)
+	b := newBox(t, []string{
+		"sh", "-c", "while :; do sleep 1; done & i=0; while :; do i=$((i+1)); printf %08d $i 1<>/count; sleep 0.05; done",
+	}, nil)
 	again := func() {
 		t.Helper()
 		at := b.Count()
@@ -150,7 +155,8 @@ func TestRestoreConfined(t *testing.T) {
 	real := os.Getenv("AGENTBOX_RUNTIME")
 	t.Setenv("AGENTBOX_RUNTIME", careless)
 	putBack()
-	if err := b.restore(t); err == nil || !strings.Contains(err.Error(), "its AppArmor profile is") || b.Status() != "gone" {
+	if err := b.restore(t); err == nil || !strings.Contains(err.Error(),
+		"its AppArmor profile is") || b.Status() != "gone" {
 		t.Errorf("processes that are in none: %v; the container is %s", err, b.Status())
 	}
 	t.Setenv("AGENTBOX_RUNTIME", real)
@@ -158,7 +164,8 @@ func TestRestoreConfined(t *testing.T) {
 	// And out of it, and in one that is not there.
 	b.setProfile(t, "agentbox-test-none")
 	putBack()
-	if err := b.restore(t); err == nil || !strings.Contains(err.Error(), "the AppArmor profile agentbox-test-none is not loaded") || b.Status() != "gone" {
+	if err := b.restore(t); err == nil || !strings.Contains(err.Error(),
+		"the AppArmor profile agentbox-test-none is not loaded") || b.Status() != "gone" {
 		t.Errorf("a profile that is not loaded: %v; the container is %s", err, b.Status())
 	}
 	b.setProfile(t, lsm.Unconfined)
@@ -209,7 +216,8 @@ func rewrite(t *testing.T, name string, head int, m proto.Message, change func()
 // The user gets the same error, whichever code reads a damaged image first.
 func TestConfineDamaged(t *testing.T) {
 	err := damaged(fmt.Errorf("image inventory.img: %w", fault.ErrCorrupt))
-	if err == nil || !strings.Contains(err.Error(), "the images are damaged") || !strings.Contains(err.Error(), "Verify the checkpoint") || !errors.Is(err, fault.ErrCorrupt) {
+	if err == nil || !strings.Contains(err.Error(), "the images are damaged") ||
+		!strings.Contains(err.Error(), "Verify the checkpoint") || !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("%v", err)
 	}
 	if err := errors.New("other"); damaged(err) != err || damaged(nil) != nil {

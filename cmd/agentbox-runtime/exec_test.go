@@ -26,7 +26,9 @@ func restored(t *testing.T) *box {
 	putBack := b.Keep()
 	b.End()
 	putBack()
-	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{
+		Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	b.Start(nil)
@@ -55,7 +57,8 @@ func TestExec(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, flags := range [][]string{nil, {"--cwd", "/"}, {"--no-such=1"}, {"--log-level", b.ID}} {
-		out, err := b.Do(append(append([]string{"exec"}, flags...), b.ID, "sh", "-c", "busybox readlink /proc/self/ns/time; exit 7")...)
+		out, err := b.Do(append(append([]string{"exec"}, flags...), b.ID, "sh", "-c",
+			"busybox readlink /proc/self/ns/time; exit 7")...)
 		var exit *exec.ExitError
 		known := len(flags) == 0 || flags[0] == "--cwd"
 		if known && (strings.TrimSpace(out) != theirs || !errors.As(err, &exit) || exit.ExitCode() != 7) {
@@ -95,7 +98,8 @@ func TestExec(t *testing.T) {
 	}
 
 	// Without nsenter it fails, and says what is missing.
-	hidden := exec.Command("unshare", "-m", "sh", "-c", `for p in /bin /usr/bin /sbin /usr/sbin /usr/local/bin /usr/local/sbin; do
+	hidden := exec.Command("unshare", "-m", "sh", "-c",
+		`for p in /bin /usr/bin /sbin /usr/sbin /usr/local/bin /usr/local/sbin; do
 		[ ! -e $p/nsenter ] || mount --bind /dev/null $p/nsenter || exit
 	done; exec "$0" "$@"`, b.Binary, "--root", b.State, "exec", b.ID, "true")
 	if out, err := hidden.CombinedOutput(); err == nil || !strings.Contains(string(out), "Install util-linux") {
@@ -112,7 +116,10 @@ func TestGive(t *testing.T) {
 		uid, gid  int64
 		terminal  bool
 		want, and uint32
-	}{{0, 0, false, 100000, 200000}, {999, 1, false, 100999, 200001}, {5000, 0, false, 7000, 200000}, {1000, 0, false, 0, 0}, {0, 0, true, 0, 0}} {
+	}{
+		{0, 0, false, 100000, 200000}, {999, 1, false, 100999, 200001}, {5000, 0, false, 7000, 200000},
+		{1000, 0, false, 0, 0}, {0, 0, true, 0, 0},
+	} {
 		r, w, err := os.Pipe()
 		if err != nil {
 			t.Fatal(err)

@@ -30,7 +30,8 @@ func fill(in io.Reader, socket string) int {
 			return err
 		}
 		defer dir.Close()
-		conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d/%s", dir.Fd(), filepath.Base(socket))})
+		conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d/%s", dir.Fd(),
+			filepath.Base(socket))})
 		if err != nil {
 			return err
 		}

@@ -44,7 +44,8 @@ func killTree(pid int) {
 		delete(cgroups, dir) // inherited, not made by the restore
 	}
 	// A cgroup can be removed only after its last process has left, so poll.
-	for end := time.Now().Add(2 * time.Second); len(cgroups) > 0 && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(2 * time.Second); len(cgroups) > 0 &&
+		time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		for dir := range cgroups {
 			// Only empty ones can be removed, so nothing living is hurt.
 			if err := os.Remove(dir); err == nil || errors.Is(err, fs.ErrNotExist) {

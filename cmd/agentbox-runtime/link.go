@@ -43,7 +43,9 @@ func newNetwork(linux json.RawMessage) bool {
 		Namespaces []struct{ Type, Path string }
 	}
 	_ = json.Unmarshal(linux, &spec) // the runtime says what is wrong with it
-	return slices.ContainsFunc(spec.Namespaces, func(n struct{ Type, Path string }) bool { return n.Type == "network" && n.Path == "" })
+	return slices.ContainsFunc(spec.Namespaces, func(n struct{ Type, Path string }) bool {
+		return n.Type == "network" && n.Path == ""
+	})
 }
 
 // withHooks adds calls of this program to a bundle's hooks: before all others

@@ -227,7 +227,8 @@ type wrapper struct {
 func staged(at stage.Slot) bool {
 	_, err := at.Load()
 	_, serr := at.LoadStart()
-	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil || errors.Is(serr, fault.ErrCorrupt) || at.Held()
+	return err == nil || errors.Is(err, fault.ErrCorrupt) || serr == nil ||
+		errors.Is(serr, fault.ErrCorrupt) || at.Held()
 }
 
 // keepsState reports whether anything is kept for the end of a container.
@@ -280,7 +281,8 @@ func resetSignals() {
 
 func realRuntime() (string, error) {
 	if os.Getenv(envGuard) == strconv.Itoa(os.Getpid()) {
-		return "", fmt.Errorf("the runtime %q is agentbox-runtime itself: set %s to runc's path", os.Getenv(envRuntime), envRuntime)
+		return "", fmt.Errorf("the runtime %q is agentbox-runtime itself: set %s to runc's path",
+			os.Getenv(envRuntime), envRuntime)
 	}
 	self, err := os.Stat("/proc/self/exe")
 	if err != nil {

@@ -84,9 +84,12 @@ func TestPassThrough(t *testing.T) {
 	state := t.TempDir()
 	for _, args := range [][]string{
 		{"--version"}, {"-v"}, {"--help"}, {}, {"features"}, {"--root", state, "list"}, {"--root", state, "list", "-q"},
-		{"--root", state, "state", "nosuch"}, {"--root", state, "start", "nosuch"}, {"--root", state, "delete", "nosuch"},
-		{"--root", state, "delete", "-f", "nosuch"}, {"--no-such-flag", "state", "x"}, {"no-such-command"}, {"exec"}, {"--root", state, "exec", "nosuch", "true"}, {"--root", state, "create", "--no-such", "x"},
-		{"--root", state, "create", "--bundle", "/nonexistent", "x"}, {"--root", state, "start", "../x"}, {"--root", state, "kill", "nosuch", "KILL"},
+		{"--root", state, "state", "nosuch"}, {"--root", state, "start", "nosuch"},
+		{"--root", state, "delete", "nosuch"},
+		{"--root", state, "delete", "-f", "nosuch"}, {"--no-such-flag", "state", "x"}, {"no-such-command"}, {"exec"},
+		{"--root", state, "exec", "nosuch", "true"}, {"--root", state, "create", "--no-such", "x"},
+		{"--root", state, "create", "--bundle", "/nonexistent", "x"}, {"--root", state, "start", "../x"},
+		{"--root", state, "kill", "nosuch", "KILL"},
 		{"--root", state, "--log", "/dev/stderr", "--log-format", "json", "state", "nosuch"},
 	} {
 		want, got := call1(t, env, runc, args...), call1(t, env, w, args...)
@@ -148,7 +151,8 @@ func TestArgumentsUntouched(t *testing.T) {
 func TestNeverCallsItself(t *testing.T) {
 	criutest.Root(t)
 	w, dir := wrapperPath(t), t.TempDir()
-	if r := call1(t, []string{"AGENTBOX_RUNTIME=" + w}, w, "--version"); r.code != 127 || !strings.Contains(r.stderr, "itself") {
+	if r := call1(t, []string{"AGENTBOX_RUNTIME=" + w}, w, "--version"); r.code != 127 ||
+		!strings.Contains(r.stderr, "itself") {
 		t.Errorf("AGENTBOX_RUNTIME=itself: %+v", r)
 	}
 	data, err := os.ReadFile(w)
@@ -160,7 +164,8 @@ func TestNeverCallsItself(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A copy is another file, so only the guard can tell.
-	if r := call1(t, []string{"AGENTBOX_RUNTIME=" + copied}, w, "--version"); r.code != 127 || !strings.Contains(r.stderr, "itself") {
+	if r := call1(t, []string{"AGENTBOX_RUNTIME=" + copied}, w, "--version"); r.code != 127 ||
+		!strings.Contains(r.stderr, "itself") {
 		t.Errorf("AGENTBOX_RUNTIME=a copy: %+v", r)
 	}
 	// Installed as runc, it finds the real one behind it.
@@ -172,10 +177,12 @@ func TestNeverCallsItself(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if r := call1(t, []string{"PATH=" + dir, "AGENTBOX_RUNTIME="}, copied, "--version"); r.code != 0 || !strings.Contains(r.out, "runc version") {
+	if r := call1(t, []string{"PATH=" + dir, "AGENTBOX_RUNTIME="}, copied, "--version"); r.code != 0 ||
+		!strings.Contains(r.out, "runc version") {
 		t.Errorf("as runc in PATH: %+v", r)
 	}
-	if r := call1(t, []string{"PATH=", "AGENTBOX_RUNTIME="}, w, "--version"); r.code != 0 || !strings.Contains(r.out, "runc version") {
+	if r := call1(t, []string{"PATH=", "AGENTBOX_RUNTIME="}, w, "--version"); r.code != 0 ||
+		!strings.Contains(r.out, "runc version") {
 		t.Errorf("with no PATH: %+v", r)
 	}
 }
@@ -200,7 +207,9 @@ func (b *box) dump(t *testing.T, flags ...string) {
 	if out, err := b.Do("pause", b.ID); err != nil {
 		t.Fatal(out)
 	}
-	args := append([]string{"checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path", b.Work}, flags...)
+	args := append([]string{
+		"checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path", b.Work,
+	}, flags...)
 	if out, err := b.Do(append(args, b.ID)...); err != nil {
 		log, _ := os.ReadFile(filepath.Join(b.Work, "dump.log"))
 		t.Fatalf("%s%s", out, log)
@@ -232,7 +241,9 @@ func TestRestore(t *testing.T) {
 
 	for round := range 2 { // images restore any number of times
 		putBack()
-		if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config}); err != nil {
+		if err := stage.At(b.run, b.ID).Put(stage.Restore{
+			Images: b.Images, Work: b.Work, Flags: []string{"--file-locks"}, Config: b.Config,
+		}); err != nil {
 			t.Fatal(err)
 		}
 		out, outW, err := os.Pipe()
@@ -240,7 +251,8 @@ func TestRestore(t *testing.T) {
 			t.Fatal(err)
 		}
 		pidFile, log := filepath.Join(b.Work, "pid"), filepath.Join(b.Work, "log")
-		create := b.Cmd(outW, "--log", log, "--log-format", "json", "create", "--bundle", b.Bundle, "--pid-file", pidFile, b.ID)
+		create := b.Cmd(outW, "--log", log, "--log-format", "json", "create", "--bundle", b.Bundle,
+			"--pid-file", pidFile, b.ID)
 		if err := create.Run(); err != nil {
 			text, _ := os.ReadFile(log)
 			t.Fatalf("round %d: create: %v: %s", round, err, text)
@@ -286,7 +298,8 @@ func TestRestore(t *testing.T) {
 }
 
 func TestRestoreWithTerminal(t *testing.T) {
-	b := newBox(t, []string{"sh", "-c", "n=kept; echo ready; while read l; do echo \"got $l $n\"; done"}, func(s *specs.Spec) { s.Process.Terminal = true })
+	b := newBox(t, []string{"sh", "-c", "n=kept; echo ready; while read l; do echo \"got $l $n\"; done"},
+		func(s *specs.Spec) { s.Process.Terminal = true })
 	master, socket := console(t)
 	if out, err := b.Do("create", "--bundle", b.Bundle, "--console-socket", socket, b.ID); err != nil {
 		t.Fatal(out)
@@ -390,7 +403,8 @@ func TestFailedRestore(t *testing.T) {
 	for _, format := range []string{"json", "text"} {
 		log := filepath.Join(b.Work, "log."+format)
 		pidFile := filepath.Join(b.Work, "pid")
-		cmd := b.Cmd(nil, "--log", log, "--log-format", format, "create", "--bundle", b.Bundle, "--pid-file", pidFile, b.ID)
+		cmd := b.Cmd(nil, "--log", log, "--log-format", format, "create", "--bundle", b.Bundle,
+			"--pid-file", pidFile, b.ID)
 		var stderr bytes.Buffer
 		cmd.Stderr = &stderr
 		if err := cmd.Run(); err == nil {
@@ -411,7 +425,8 @@ func TestFailedRestore(t *testing.T) {
 		}
 		if format == "json" {
 			var entry struct{ Level, Msg, Time string }
-			if err := json.Unmarshal([]byte(last), &entry); err != nil || entry.Level != "error" || entry.Msg == "" || entry.Time == "" {
+			if err := json.Unmarshal([]byte(last), &entry); err != nil || entry.Level != "error" ||
+				entry.Msg == "" || entry.Time == "" {
 				t.Errorf("log entry %s: %v", last, err)
 			}
 		}
@@ -447,7 +462,9 @@ func TestHangingRestore(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if err := stage.At(b.run, b.ID).Put(stage.Restore{Images: b.Images, Work: b.Work, Timeout: 1500 * time.Millisecond}); err != nil {
+	if err := stage.At(b.run, b.ID).Put(stage.Restore{
+		Images: b.Images, Work: b.Work, Timeout: 1500 * time.Millisecond,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	start := time.Now()
@@ -538,7 +555,8 @@ func TestStagedButNotUnderstood(t *testing.T) {
 		t.Errorf("corrupt: %+v", r)
 	}
 	// State of ours that is not there at all is none.
-	if r := call1(t, []string{"AGENTBOX_RUN=/proc/nonexistent"}, w, "--root", run, "state", "c1"); !strings.Contains(r.stderr, "does not exist") {
+	if r := call1(t, []string{"AGENTBOX_RUN=/proc/nonexistent"}, w, "--root", run, "state",
+		"c1"); !strings.Contains(r.stderr, "does not exist") {
 		t.Errorf("unreadable run directory: %+v", r)
 	}
 }

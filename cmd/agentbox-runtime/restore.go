@@ -135,8 +135,11 @@ func explain(log string, err error) crlog.Failure {
 	var cut cutShort
 	if errors.As(err, &cut) {
 		return crlog.Failure{
-			Diagnosis: crlog.Diagnosis{Code: "killed", Reason: cut.why, Hint: "Try again; if it fails again, restore another checkpoint, or the files alone (--files-only)."},
-			Log:       cut.log,
+			Diagnosis: crlog.Diagnosis{
+				Code: "killed", Reason: cut.why,
+				Hint: "Try again; if it fails again, restore another checkpoint, or the files alone (--files-only).",
+			},
+			Log: cut.log,
 		}
 	}
 	why, e := crlog.File(log)
@@ -191,7 +194,8 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 	cmd := exec.Command(w.real, args...)
 	// The restored processes get these as theirs.
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.Env = append(host.Environ(), envHoldRoot+"="+c.root, envHoldID+"="+c.id, envHoldPid+"="+strconv.Itoa(os.Getpid()))
+	cmd.Env = append(host.Environ(), envHoldRoot+"="+c.root, envHoldID+"="+c.id,
+		envHoldPid+"="+strconv.Itoa(os.Getpid()))
 	if err := cmd.Start(); err != nil {
 		return err
 	}
@@ -219,7 +223,8 @@ func (w wrapper) bounded(c call, r stage.Restore, log string, args []string) err
 			}
 			return cutShort{"CRIU was killed; " + stands(log), setAside(log)}
 		case <-deadline.C:
-			why = fmt.Sprintf("the restore did not end within %v and was killed; %s", timeout.Round(time.Second), stands(log))
+			why = fmt.Sprintf("the restore did not end within %v and was killed; %s",
+				timeout.Round(time.Second), stands(log))
 		case <-look.C:
 			st, err := os.Stat(log)
 			switch {

@@ -71,7 +71,8 @@ func TestSealRootSpares(t *testing.T) {
 		goruntime.LockOSThread() // without Unlock: the thread, and with it the namespace, ends with the goroutine
 		said <- func() error {
 			// A host of its own, should it not be spared.
-			if err := errors.Join(unix.Unshare(unix.CLONE_FS), unix.Unshare(unix.CLONE_NEWNS), unix.Mount("", "/", "", unix.MS_PRIVATE|unix.MS_REC, "")); err != nil {
+			if err := errors.Join(unix.Unshare(unix.CLONE_FS), unix.Unshare(unix.CLONE_NEWNS),
+				unix.Mount("", "/", "", unix.MS_PRIVATE|unix.MS_REC, "")); err != nil {
 				t.Error(err)
 			}
 			return sealRoot(unix.Gettid())

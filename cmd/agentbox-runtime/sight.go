@@ -68,7 +68,8 @@ func criuBelow(runtime int) int {
 // clear kills what a failed restore, whose parent may have ended, has left in the container's
 // cgroups, and removes the cgroups.
 func (s *sight) clear() {
-	for end := time.Now().Add(killLimit); len(s.cgroups) > 0 && time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(killLimit); len(s.cgroups) > 0 &&
+		time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
 		for dir := range s.cgroups {
 			if cleared(dir) {
 				delete(s.cgroups, dir)

@@ -66,8 +66,10 @@ func makeStandIn(list []netip.Addr) error {
 	}
 	blank := make([]byte, unix.SizeofIfInfomsg)
 	peer := attribute(vethInfoPeer, blank, attribute(unix.IFLA_IFNAME, text(standInPeer)))
-	err = tell(unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, blank, attribute(unix.IFLA_IFNAME, text(standInLink)),
-		attribute(unix.IFLA_LINKINFO, attribute(unix.IFLA_INFO_KIND, text("veth")), attribute(unix.IFLA_INFO_DATA, peer)))
+	err = tell(unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, blank,
+		attribute(unix.IFLA_IFNAME, text(standInLink)),
+		attribute(unix.IFLA_LINKINFO, attribute(unix.IFLA_INFO_KIND, text("veth")),
+			attribute(unix.IFLA_INFO_DATA, peer)))
 	if err != nil {
 		return fmt.Errorf("make a pair of network devices: %w", err)
 	}
@@ -85,7 +87,8 @@ func makeStandIn(list []netip.Addr) error {
 		if a.Is6() {
 			family, flags = unix.AF_INET6, unix.IFA_F_NODAD // else it is not to be bound to for a second
 		}
-		err := tell(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, []byte{family, byte(a.BitLen()), flags, unix.RT_SCOPE_UNIVERSE}, index,
+		err := tell(unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+			[]byte{family, byte(a.BitLen()), flags, unix.RT_SCOPE_UNIVERSE}, index,
 			attribute(unix.IFA_LOCAL, a.AsSlice()), attribute(unix.IFA_ADDRESS, a.AsSlice()))
 		if err != nil {
 			return fmt.Errorf("address %s: %w", a, err)
@@ -98,7 +101,8 @@ func makeStandIn(list []netip.Addr) error {
 			scope = unix.RT_SCOPE_UNIVERSE
 		}
 		err := tell(unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
-			[]byte{family, 0, 0, 0, unix.RT_TABLE_MAIN, unix.RTPROT_BOOT, scope, unix.RTN_UNICAST}, make([]byte, 4), attribute(unix.RTA_OIF, index))
+			[]byte{family, 0, 0, 0, unix.RT_TABLE_MAIN, unix.RTPROT_BOOT, scope, unix.RTN_UNICAST}, make([]byte, 4),
+			attribute(unix.RTA_OIF, index))
 		if err != nil {
 			return fmt.Errorf("default route: %w", err)
 		}

@@ -19,7 +19,8 @@ import (
 // and one over loopback, and counts what has come back over both.
 const chat = `nc -ll -p 5000 -e cat &
 until [ "$(echo x | nc 10.77.0.2 5000)" = x ]; do sleep 0.05; done
-n=0; while :; do n=$((n+1)); echo $n; sleep 0.05; done | nc 10.77.0.2 5000 | nc 127.0.0.1 5000 | while read i; do ` + criutest.Store + `; done`
+n=0; while :; do n=$((n+1)); echo $n; sleep 0.05; done | nc 10.77.0.2 5000 | nc 127.0.0.1 5000 | while read i; do ` +
+	criutest.Store + `; done`
 
 // An engine that fills the network between create and start has its containers
 // restored with their connections.
@@ -35,11 +36,13 @@ func TestNetworkFilledLate(t *testing.T) {
 	}
 	start := func() {
 		t.Helper()
-		if err := b.Cmd(nil, "create", "--bundle", b.Bundle, "--pid-file", filepath.Join(b.Work, "pid"), b.ID).Run(); err != nil {
+		if err := b.Cmd(nil, "create", "--bundle", b.Bundle, "--pid-file", filepath.Join(b.Work, "pid"),
+			b.ID).Run(); err != nil {
 			log, _ := os.ReadFile(filepath.Join(b.Work, "restore.log"))
 			t.Fatalf("create: %v: %s", err, log)
 		}
-		if left := ip("ip -o link; ip route | sed s/^/route:/"); strings.Contains(left, standInLink) || strings.Contains(left, standInPeer) || strings.Contains(left, "route:") {
+		if left := ip("ip -o link; ip route | sed s/^/route:/"); strings.Contains(left, standInLink) ||
+			strings.Contains(left, standInPeer) || strings.Contains(left, "route:") {
 			t.Errorf("after create it has the network %s", left)
 		}
 		ip("ip link set lo up; ip link add e0 type veth peer name e1; ip link set e0 up; ip link set e1 up; ip addr add 10.77.0.2/24 dev e0")
@@ -54,7 +57,10 @@ func TestNetworkFilledLate(t *testing.T) {
 	at := b.Count()
 	b.End()
 	for range 2 {
-		r := stage.Restore{Images: b.Images, Work: b.Work, Flags: append([]string{"--file-locks"}, network...), Addresses: []netip.Addr{netip.MustParseAddr("10.77.0.2")}}
+		r := stage.Restore{
+			Images: b.Images, Work: b.Work, Flags: append([]string{"--file-locks"}, network...),
+			Addresses: []netip.Addr{netip.MustParseAddr("10.77.0.2")},
+		}
 		if err := stage.At(b.run, b.ID).Put(r); err != nil {
 			t.Fatal(err)
 		}

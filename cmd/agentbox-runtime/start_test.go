@@ -21,7 +21,8 @@ import (
 )
 
 // printEnv stores what its variable is and goes on.
-var printEnv = []string{"sh", "-c", `echo "$WHO" > /who; cat /managed > /copy; i=0; while :; do i=$((i+1)); ` + criutest.Store + `; sleep 0.05; done`}
+var printEnv = []string{"sh", "-c", `echo "$WHO" > /who; cat /managed > /copy; i=0; while :; do i=$((i+1)); ` +
+	criutest.Store + `; sleep 0.05; done`}
 
 // managedBox is a container with a file of its engine bound into it.
 func managedBox(t *testing.T) (b *box, managed string) {
@@ -31,7 +32,9 @@ func managedBox(t *testing.T) (b *box, managed string) {
 	}
 	b = newBox(t, printEnv, func(s *specs.Spec) {
 		s.Process.Env = append(s.Process.Env, "WHO=nobody", "WHO=again")
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/managed", Source: managed, Type: "bind", Options: []string{"bind"}})
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/managed", Source: managed, Type: "bind", Options: []string{"bind"},
+		})
 	})
 	return b, managed
 }
@@ -72,7 +75,10 @@ func TestStart(t *testing.T) {
 	s := stage.Start{
 		Env:   []string{"WHO=it's <me> & \"you\"", "NEW=1"},
 		Files: []stage.File{{Path: managed, Mode: 0o640, GID: 2, Data: []byte("agentbox's")}},
-		Reap:  []string{"/bin/sh", "-c", `ls -l /proc/self/fd > "$0.tmp"; ps -o sid= -p $$ >> "$0.tmp"; mv "$0.tmp" "$0.$$"`, reaped},
+		Reap: []string{
+			"/bin/sh", "-c", `ls -l /proc/self/fd > "$0.tmp"; ps -o sid= -p $$ >> "$0.tmp"; mv "$0.tmp" "$0.$$"`,
+			reaped,
+		},
 	}
 	if err := stage.At(b.run, b.ID).PutStart(s); err != nil {
 		t.Fatal(err)
@@ -287,7 +293,8 @@ func TestOverwrite(t *testing.T) {
 		}
 		var st unix.Stat_t
 		data, err := os.ReadFile(victim)
-		if serr := unix.Stat(victim, &st); err != nil || serr != nil || string(data) != text || st.Mode&0o7777 != 0o4755 || st.Uid != 5 || st.Gid != 6 {
+		if serr := unix.Stat(victim, &st); err != nil || serr != nil || string(data) != text ||
+			st.Mode&0o7777 != 0o4755 || st.Uid != 5 || st.Gid != 6 {
 			t.Errorf("%q: %q, %+v, %v", text, data, st, err)
 		}
 	}
@@ -301,14 +308,16 @@ func fake(t *testing.T) (env []string, run, bundle string) {
 	t.Helper()
 	dir := t.TempDir()
 	path, bundle := filepath.Join(dir, "fake"), filepath.Join(dir, "bundle")
-	script := "#!/bin/sh\nfor a in \"$@\"; do printf '<%s>' \"$a\"; done\nsha256sum " + bundle + "/config.json\nexit 42\n"
+	script := "#!/bin/sh\nfor a in \"$@\"; do printf '<%s>' \"$a\"; done\nsha256sum " + bundle +
+		"/config.json\nexit 42\n"
 	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Mkdir(bundle, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(bundle, "config.json"), []byte(" { \"process\" : { \"env\" : [ ] } } "), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(bundle, "config.json"),
+		[]byte(" { \"process\" : { \"env\" : [ ] } } "), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	run = filepath.Join(dir, "run")
@@ -340,11 +349,19 @@ func TestStateOfOurs(t *testing.T) {
 		"a file for the id":  {func(run string) { write(filepath.Join(run, "restore", "c1"), "x") }, ""},
 		"a file for reap":    {func(run string) { write(filepath.Join(run, "reap"), "x") }, ""},
 		"a loop":             {func(run string) { _ = os.Symlink(run, run) }, ""},
-		"another's":          {func(run string) { write(filepath.Join(run, "restore", "c2", "restore.json"), "{") }, ""},
-		"a mark":             {func(run string) { write(filepath.Join(run, "restore", "c1", "restored"), "{") }, ""},
-		"garbage":            {func(run string) { write(filepath.Join(run, "restore", "c1", "restore.json"), "{") }, "corrupt"},
-		"no images":          {func(run string) { write(filepath.Join(run, "restore", "c1", "restore.json"), "{}") }, "corrupt"},
-		"a directory":        {func(run string) { _ = os.MkdirAll(filepath.Join(run, "restore", "c1", "restore.json"), 0o700) }, "corrupt"},
+		"another's": {func(run string) {
+			write(filepath.Join(run, "restore", "c2", "restore.json"), "{")
+		}, ""},
+		"a mark": {func(run string) { write(filepath.Join(run, "restore", "c1", "restored"), "{") }, ""},
+		"garbage": {func(run string) {
+			write(filepath.Join(run, "restore", "c1", "restore.json"), "{")
+		}, "corrupt"},
+		"no images": {func(run string) {
+			write(filepath.Join(run, "restore", "c1", "restore.json"), "{}")
+		}, "corrupt"},
+		"a directory": {func(run string) {
+			_ = os.MkdirAll(filepath.Join(run, "restore", "c1", "restore.json"), 0o700)
+		}, "corrupt"},
 		"a dangling link": {func(run string) {
 			write(filepath.Join(run, "restore", "c1", "x"), "")
 			_ = os.Symlink("none", filepath.Join(run, "restore", "c1", "restore.json"))
@@ -353,8 +370,12 @@ func TestStateOfOurs(t *testing.T) {
 			write(filepath.Join(run, "restore", "c1", "x"), "")
 			_ = unix.Mkfifo(filepath.Join(run, "restore", "c1", "restore.json"), 0o600)
 		}, "corrupt"},
-		"garbage for a start": {func(run string) { write(filepath.Join(run, "restore", "c1", "start.json"), "[]") }, "corrupt"},
-		"bad start":           {func(run string) { write(filepath.Join(run, "restore", "c1", "start.json"), `{"env":["novalue"]}`) }, "corrupt"},
+		"garbage for a start": {func(run string) {
+			write(filepath.Join(run, "restore", "c1", "start.json"), "[]")
+		}, "corrupt"},
+		"bad start": {func(run string) {
+			write(filepath.Join(run, "restore", "c1", "start.json"), `{"env":["novalue"]}`)
+		}, "corrupt"},
 		"bad file in a start": {func(run string) {
 			write(filepath.Join(run, "restore", "c1", "start.json"), `{"files":[{"path":"/proc/none/x"}]}`)
 		}, "/proc/none/x"},
@@ -381,7 +402,8 @@ func TestStateOfOurs(t *testing.T) {
 			// All other verbs do not care, but for the `delete` of what is there.
 			for _, verb := range []string{"state", "start", "kill", "delete", "features", "list", "ps", "exec"} {
 				args := []string{"--root", "/nonexistent", verb, "c1"}
-				if want, got := call1(t, env, strings.TrimPrefix(env[0], "AGENTBOX_RUNTIME="), args...), call1(t, env, w, args...); got != want && !(verb == "start" && name == "a mark") {
+				if want, got := call1(t, env, strings.TrimPrefix(env[0], "AGENTBOX_RUNTIME="), args...),
+					call1(t, env, w, args...); got != want && !(verb == "start" && name == "a mark") {
 					t.Errorf("%s: got %+v\nwant %+v", verb, got, want)
 				}
 			}
@@ -398,7 +420,10 @@ func BenchmarkCalls(b *testing.B) {
 	}
 	b.Setenv("AGENTBOX_RUN", b.TempDir())
 	state := b.TempDir()
-	for _, args := range [][]string{{"--version"}, {"--root", state, "state", "none"}, {"--root", state, "list"}, {"--root", state, "create", "--bundle", "/nonexistent", "none"}} {
+	for _, args := range [][]string{
+		{"--version"}, {"--root", state, "state", "none"}, {"--root", state, "list"},
+		{"--root", state, "create", "--bundle", "/nonexistent", "none"},
+	} {
 		for _, bin := range []string{runc, wrapperPath(b)} {
 			b.Run(fmt.Sprint(args[len(args)-min(len(args), 2)], "/", filepath.Base(bin)), func(b *testing.B) {
 				for b.Loop() {
@@ -446,7 +471,9 @@ func TestRestoreOfLinkedSource(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := newBox(t, criutest.Counter, func(s *specs.Spec) {
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/mnt", Source: link, Type: "bind", Options: []string{"rbind"}})
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/mnt", Source: link, Type: "bind", Options: []string{"rbind"},
+		})
 	})
 	b.Start(nil)
 	b.Until("it counts", func() bool { return b.Count() >= 3 })

@@ -28,7 +28,10 @@ func putTimes(c call, times []stage.DirTime) error {
 		return fmt.Errorf("open its root: %w", err)
 	}
 	defer unix.Close(root)
-	how := unix.OpenHow{Flags: unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV}
+	how := unix.OpenHow{
+		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV,
+	}
 	for _, t := range times {
 		fd, err := unix.Openat2(root, "./"+strings.TrimPrefix(t.Path, "/"), &how)
 		if err != nil {
@@ -37,7 +40,8 @@ func putTimes(c call, times []stage.DirTime) error {
 		want := unix.Timespec{Sec: t.Sec, Nsec: t.Nsec}
 		var st unix.Stat_t
 		if err = unix.Fstat(fd, &st); err == nil && st.Mtim != want {
-			err = unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd), []unix.Timespec{{Nsec: unix.UTIME_OMIT}, want}, 0)
+			err = unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd),
+				[]unix.Timespec{{Nsec: unix.UTIME_OMIT}, want}, 0)
 		}
 		unix.Close(fd)
 		if errors.Is(err, unix.EROFS) {

@@ -26,7 +26,8 @@ func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Undo, "undo", false, "take the last apply back")
 	fl.BoolVar(&o.Force, "force", false, "overwrite what others changed in the directory meanwhile")
 	fl.BoolVar(&o.Owners, "owners", false, "take over the owners that files have in the volume")
-	fl.StringArrayVar(&o.Allow, "allow", nil, "let the file at this `path` of the volume come with its set-id bits and capabilities (repeatable)")
+	fl.StringArrayVar(&o.Allow, "allow", nil,
+		"let the file at this `path` of the volume come with its set-id bits and capabilities (repeatable)")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -59,7 +60,8 @@ changes, conflicts, refused.`,
   agentbox apply volume://ws
   agentbox apply --allow /bin/ping volume://ws
   agentbox apply --undo volume://ws`,
-		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
+			exitDenied, exitUnsupported),
 		Args:              args(1, 1),
 		ValidArgsFunction: a.completeOneSandbox(nil),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -76,8 +78,12 @@ changes, conflicts, refused.`,
 	return cmd
 }
 
-func runApply(ctx context.Context, opts applyOptions, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
-	out, err := svc.Apply(ctx, sandbox, runtime.ApplyOptions{DryRun: opts.DryRun, Undo: opts.Undo, Force: opts.Force, Owners: opts.Owners, Allow: opts.Allow})
+func runApply(
+	ctx context.Context, opts applyOptions, sandbox string, svc runtime.Service, stdout, stderr io.Writer,
+) error {
+	out, err := svc.Apply(ctx, sandbox, runtime.ApplyOptions{
+		DryRun: opts.DryRun, Undo: opts.Undo, Force: opts.Force, Owners: opts.Owners, Allow: opts.Allow,
+	})
 	if err != nil {
 		return err
 	}
@@ -86,7 +92,8 @@ func runApply(ctx context.Context, opts applyOptions, sandbox string, svc runtim
 		if opts.DryRun {
 			what = "apply needs --force to overwrite it"
 		}
-		warn(stderr, []string{fmt.Sprintf("%s was changed in %s since the volume changed it: %s", c, out.Original, what)})
+		warn(stderr, []string{fmt.Sprintf("%s was changed in %s since the volume changed it: %s",
+			c, out.Original, what)})
 	}
 	for _, r := range out.Refused {
 		how := "apply refuses it; remove it in the volume"

@@ -22,10 +22,14 @@ func TestApply(t *testing.T) {
 	try(t, newFake(), "", "apply", "--dry-run", "--undo", "volume://ws").want(t, exitUsage, "", "exclude each other")
 	try(t, newFake(), "", "apply").want(t, exitUsage, "", "SANDBOX is missing")
 	f.applied = runtime.Applied{Changes: []runtime.Change{
-		{Path: "/l", Change: "A", New: &runtime.FileState{Type: "symlink", Mode: "0777", UID: 1, GID: 2, Target: "/etc/a b"}},
+		{Path: "/l", Change: "A", New: &runtime.FileState{
+			Type: "symlink", Mode: "0777", UID: 1, GID: 2, Target: "/etc/a b",
+		}},
 		{Path: "/f", Change: "M", New: &runtime.FileState{Type: "file", Mode: "4755", UID: 1000, GID: 100}},
 		{Path: "/d", Change: "A", New: &runtime.FileState{Type: "char", Mode: "0666", Device: "1:3"}},
-	}, Refused: []runtime.Refusal{{Path: "/f", Reason: "set-id", MayAllow: true}, {Path: "/d", Reason: "it is a device"}}}
+	}, Refused: []runtime.Refusal{
+		{Path: "/f", Reason: "set-id", MayAllow: true}, {Path: "/d", Reason: "it is a device"},
+	}}
 	try(t, f, "", "apply", "--dry-run", "--owners", "--allow", "/x", "--allow", "/y", "volume://ws").want(t, 0,
 		"A /l -> /etc/a b (symlink 1:2)\nM /f (file 4755 1000:100)\nA /d (char 1:3 0666 0:0)\n",
 		"/f: set-id: apply needs --allow /f to let it through", "/d: it is a device: apply refuses it")

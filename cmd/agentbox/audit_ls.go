@@ -24,10 +24,13 @@ type auditLsOptions struct {
 }
 
 func (o *auditLsOptions) addFlags(fl *pflag.FlagSet) {
-	fl.StringVar(&o.Since, "since", "", "only what began since `TIME`: RFC 3339, Unix seconds, or a duration such as 10m")
-	fl.StringVar(&o.Sandbox, "sandbox", "", "only what was done to the `SANDBOX` of this name, or of an id that begins so")
+	fl.StringVar(&o.Since, "since", "",
+		"only what began since `TIME`: RFC 3339, Unix seconds, or a duration such as 10m")
+	fl.StringVar(&o.Sandbox, "sandbox", "",
+		"only what was done to the `SANDBOX` of this name, or of an id that begins so")
 	fl.StringVar(&o.Verb, "verb", "", "only this `VERB`, as its command is called: restore, \"checkpoint rm\"")
-	fl.StringVar(&o.Outcome, "outcome", "", "only with this `OUTCOME`: ok, unfinished, or the code of an error such as denied")
+	fl.StringVar(&o.Outcome, "outcome", "",
+		"only with this `OUTCOME`: ok, unfinished, or the code of an error such as denied")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 

@@ -26,7 +26,8 @@ removes a record.`,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			d, err := time.ParseDuration(keep)
 			if err != nil || d < leastAudit {
-				return usageErrorf("--keep-within %q: write a duration of at least %s, such as 2160h for 90 days", keep, leastAudit)
+				return usageErrorf("--keep-within %q: write a duration of at least %s, such as 2160h for 90 days", keep,
+					leastAudit)
 			}
 			log, err := a.audit()
 			if err != nil {

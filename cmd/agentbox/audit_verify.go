@@ -18,7 +18,8 @@ type auditVerifyOptions struct {
 }
 
 func (o *auditVerifyOptions) addFlags(fl *pflag.FlagSet) {
-	fl.StringVar(&o.ExpectHead, "expect-head", "", "a record with this `HASH` must be there: the head that an earlier verify has printed")
+	fl.StringVar(&o.ExpectHead, "expect-head", "",
+		"a record with this `HASH` must be there: the head that an earlier verify has printed")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 

@@ -39,8 +39,10 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes out")
 	fl.BoolVar(&o.Stop, "stop", false, "stop the sandbox once the checkpoint is safe")
 	fl.BoolVar(&o.Strict, "strict", false, "refuse when a process would be left out")
-	fl.BoolVar(&o.WithVolumes, "with-volumes", false, "take the engine's local volumes along; a restore then puts them back, too")
-	fl.Var(list(&o.Attach), "attach", "a `FILE` of the host that belongs to it, there or not; a restore then puts it back, or removes it, too (can be given up to 32 times)")
+	fl.BoolVar(&o.WithVolumes, "with-volumes", false,
+		"take the engine's local volumes along; a restore then puts them back, too")
+	fl.Var(list(&o.Attach), "attach",
+		"a `FILE` of the host that belongs to it, there or not; a restore then puts it back, or removes it, too (can be given up to 32 times)")
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
 	fl.StringVar(&o.Trigger, "trigger", "", "`NAME` of what asked for it (default manual)")
 	o.TCP = runtime.TCPEstablished
@@ -48,7 +50,8 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
-	fl.BoolVar(&o.Temporary, "temporary", false, "remove it when the lease ends that the sandbox belongs to, unless it is pinned")
+	fl.BoolVar(&o.Temporary, "temporary", false,
+		"remove it when the lease ends that the sandbox belongs to, unless it is pinned")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends, unless it is pinned")
 	addIDFormat(fl, &o.Format)
 }
@@ -112,9 +115,12 @@ func newCheckpointCommand(a *app) *cobra.Command {
 	cmd := checkpointCommand(a, "checkpoint [flags] SANDBOX")
 	cmd.Aliases = []string{"checkpoints"}
 	create := checkpointCommand(a, "create [flags] SANDBOX")
-	cmd.AddCommand(create, newCheckpointLsCommand(a), newCheckpointInspectCommand(a), newCheckpointRmCommand(a), newCheckpointVerifyCommand(a),
-		newCheckpointPinCommand(a), newCheckpointUnpinCommand(a), newCheckpointTagCommand(a), newCheckpointUntagCommand(a),
-		newCheckpointExportCommand(a), newCheckpointImportCommand(a), newCheckpointPushCommand(a), newCheckpointPullCommand(a))
+	cmd.AddCommand(create, newCheckpointLsCommand(a), newCheckpointInspectCommand(a), newCheckpointRmCommand(a),
+		newCheckpointVerifyCommand(a),
+		newCheckpointPinCommand(a), newCheckpointUnpinCommand(a), newCheckpointTagCommand(a),
+		newCheckpointUntagCommand(a),
+		newCheckpointExportCommand(a), newCheckpointImportCommand(a), newCheckpointPushCommand(a),
+		newCheckpointPullCommand(a))
 	return cmd
 }
 
@@ -161,7 +167,10 @@ their paths as writable bind mounts.`,
 	return cmd
 }
 
-func runCheckpoint(ctx context.Context, opts runtime.CheckpointOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runCheckpoint(
+	ctx context.Context, opts runtime.CheckpointOptions, format, sandbox string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	update, end := watchSteps(stderr, "checkpoint")
 	defer end()
 	opts.Progress = update
@@ -171,7 +180,8 @@ func runCheckpoint(ctx context.Context, opts runtime.CheckpointOptions, format, 
 		if own, ok := err.(*runtime.Error); ok {
 			err = own.Err
 		}
-		return &runtime.Error{Op: "checkpoint", ID: sandbox, Err: fmt.Errorf("not done within %v (%w)", opts.Timeout, err),
+		return &runtime.Error{Op: "checkpoint", ID: sandbox,
+			Err:  fmt.Errorf("not done within %v (%w)", opts.Timeout, err),
 			Hint: "The sandbox goes on as before. Give it longer with --timeout."}
 	}
 	if err != nil {
@@ -189,7 +199,8 @@ func runCheckpoint(ctx context.Context, opts runtime.CheckpointOptions, format, 
 }
 
 func checkpointSummary(c runtime.Checkpoint) string {
-	s := fmt.Sprintf("checkpoint %s of %s: %s, %s", shorten(c.ID, 13), c.SandboxName, c.Kind, countText(c.Files, "file"))
+	s := fmt.Sprintf("checkpoint %s of %s: %s, %s", shorten(c.ID, 13), c.SandboxName, c.Kind,
+		countText(c.Files, "file"))
 	if c.Kind == runtime.KindFull {
 		s += ", " + countText(int64(c.Processes), "process")
 	}

@@ -78,13 +78,18 @@ digest: pulled from the same place, or brought by podman save and 'agentbox imag
 	return cmd
 }
 
-func runCheckpointExport(ctx context.Context, opts checkpointExportOptions, checkpoint, file string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runCheckpointExport(
+	ctx context.Context, opts checkpointExportOptions, checkpoint, file string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	update, end := watch(stderr, "export")
 	defer end()
 	var written int64
 	write := func(w io.Writer) error {
 		n := &countingWriter{w: w}
-		err := svc.ExportCheckpoint(ctx, checkpoint, n, runtime.ExportOptions{Compress: opts.Compress, Recipients: opts.Recipients, Progress: update})
+		err := svc.ExportCheckpoint(ctx, checkpoint, n, runtime.ExportOptions{
+			Compress: opts.Compress, Recipients: opts.Recipients, Progress: update,
+		})
 		written = n.n
 		return err
 	}

@@ -24,7 +24,8 @@ type checkpointImportOptions struct {
 func (o *checkpointImportOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Name, "name", "", "`NAME` of the sandbox, instead of the archive's")
 	fl.StringVar(&o.Image, "image", "", "`IMAGE` it lies over, where the archive's is not known here by its digest")
-	fl.BoolVar(&o.Trust, "trust", false, "take processes with more rights than a sandbox has by default: CRIU does as root what process images say")
+	fl.BoolVar(&o.Trust, "trust", false,
+		"take processes with more rights than a sandbox has by default: CRIU does as root what process images say")
 	fl.StringVarP(&o.Identity, "identity", "i", "", "read the age keys that decrypt it from `FILE`")
 	addIDFormat(fl, &o.Format)
 }
@@ -66,13 +67,17 @@ its processes is to trust whoever made it: CRIU does as root what process images
 	}
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
-	_ = cmd.RegisterFlagCompletionFunc("image", func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	_ = cmd.RegisterFlagCompletionFunc("image", func(cmd *cobra.Command, _ []string, _ string) ([]string,
+		cobra.ShellCompDirective) {
 		return a.imageNames(cmd, nil, nil), noFiles
 	})
 	return cmd
 }
 
-func runCheckpointImport(ctx context.Context, opts checkpointImportOptions, file string, svc runtime.Service, stdin io.Reader, stdout, stderr io.Writer) (err error) {
+func runCheckpointImport(
+	ctx context.Context, opts checkpointImportOptions, file string, svc runtime.Service, stdin io.Reader,
+	stdout, stderr io.Writer,
+) (err error) {
 	im := runtime.ImportOptions{Name: opts.Name, Image: opts.Image, Trust: opts.Trust}
 	if opts.Identity != "" {
 		if im.Identities, err = filepath.Abs(opts.Identity); err != nil {
@@ -103,7 +108,8 @@ func runCheckpointImport(ctx context.Context, opts checkpointImportOptions, file
 func printArrived(format string, c runtime.Checkpoint, stdout, stderr io.Writer) error {
 	warn(stderr, c.Warnings)
 	if isTerminalWriter(stderr) {
-		fmt.Fprintln(stderr, printable(checkpointSummary(c)+"\nrestore with: agentbox restore --foreign "+c.SandboxName))
+		fmt.Fprintln(stderr, printable(checkpointSummary(c)+
+			"\nrestore with: agentbox restore --foreign "+c.SandboxName))
 	}
 	if format == formatJSON {
 		return printJSON(stdout, documentedCheckpoint(c))

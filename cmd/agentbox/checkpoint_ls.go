@@ -56,7 +56,9 @@ or not. STATUS says foreign of one that comes from elsewhere, and CREATED when i
 			if err != nil {
 				return err
 			}
-			filter := runtime.CheckpointFilter{All: opts.All, Labels: labels, Trigger: opts.Trigger, Policy: opts.Policy}
+			filter := runtime.CheckpointFilter{
+				All: opts.All, Labels: labels, Trigger: opts.Trigger, Policy: opts.Policy,
+			}
 			if len(args) > 0 {
 				filter.Sandbox = args[0]
 			}
@@ -71,7 +73,10 @@ or not. STATUS says foreign of one that comes from elsewhere, and CREATED when i
 	return cmd
 }
 
-func runCheckpointLs(ctx context.Context, opts checkpointLsOptions, filter runtime.CheckpointFilter, svc runtime.Service, out io.Writer, now time.Time) error {
+func runCheckpointLs(
+	ctx context.Context, opts checkpointLsOptions, filter runtime.CheckpointFilter, svc runtime.Service,
+	out io.Writer, now time.Time,
+) error {
 	all, err := svc.Checkpoints(ctx, filter)
 	if err != nil {
 		return err
@@ -86,10 +91,14 @@ func runCheckpointLs(ctx context.Context, opts checkpointLsOptions, filter runti
 		format: opts.Format,
 		quiet:  opts.Quiet,
 		name:   func(c runtime.Checkpoint) string { return id(c.ID) },
-		header: []string{"ID", "NAME", "TAGS", "SANDBOX", "KIND", "STATUS", "TRIGGER", "CREATED", "FILES", "PROCESSES", "SIZE", "ADDED"},
+		header: []string{
+			"ID", "NAME", "TAGS", "SANDBOX", "KIND", "STATUS", "TRIGGER", "CREATED", "FILES",
+			"PROCESSES", "SIZE", "ADDED",
+		},
 		row: func(c runtime.Checkpoint) []string {
 			return []string{
-				id(c.ID), c.Name, strings.Join(c.Tags, ","), c.SandboxName, c.Kind, checkpointStatus(c), c.Trigger, ago(now, c.Created),
+				id(c.ID), c.Name, strings.Join(c.Tags, ","), c.SandboxName, c.Kind, checkpointStatus(c),
+				c.Trigger, ago(now, c.Created),
 				strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), sizeText(c.Bytes), sizeText(c.Added),
 			}
 		},

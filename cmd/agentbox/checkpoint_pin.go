@@ -39,6 +39,8 @@ func pinCommand(a *app, pinned bool, cmd *cobra.Command) *cobra.Command {
 	return cmd
 }
 
-func runCheckpointPin(ctx context.Context, checkpoints []string, pinned bool, svc runtime.Service, out io.Writer) error {
+func runCheckpointPin(
+	ctx context.Context, checkpoints []string, pinned bool, svc runtime.Service, out io.Writer,
+) error {
 	return eachNamed(ctx, checkpoints, out, func(name string) error { return svc.PinCheckpoint(ctx, name, pinned) })
 }

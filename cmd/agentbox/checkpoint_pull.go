@@ -42,7 +42,9 @@ there, is not made yet: 'agentbox restore NAME' does that.`,
 	return cmd
 }
 
-func runCheckpointPull(ctx context.Context, opts checkpointPullOptions, reference string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runCheckpointPull(
+	ctx context.Context, opts checkpointPullOptions, reference string, svc runtime.Service, stdout, stderr io.Writer,
+) error {
 	update, end := watch(stderr, "pull")
 	defer end()
 	c, err := svc.PullCheckpoint(ctx, reference, runtime.RegistryOptions{PlainHTTP: opts.PlainHTTP, Progress: update})

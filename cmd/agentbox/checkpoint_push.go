@@ -51,10 +51,14 @@ travelled), skipped (bytes that were there).`,
 	return cmd
 }
 
-func runCheckpointPush(ctx context.Context, opts checkpointPushOptions, checkpoint, reference string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runCheckpointPush(
+	ctx context.Context, opts checkpointPushOptions, checkpoint, reference string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	update, end := watch(stderr, "push")
 	defer end()
-	p, err := svc.PushCheckpoint(ctx, checkpoint, reference, runtime.RegistryOptions{PlainHTTP: opts.PlainHTTP, Progress: update})
+	p, err := svc.PushCheckpoint(ctx, checkpoint, reference,
+		runtime.RegistryOptions{PlainHTTP: opts.PlainHTTP, Progress: update})
 	end()
 	if err != nil {
 		return err

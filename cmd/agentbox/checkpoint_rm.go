@@ -56,7 +56,9 @@ With --sandbox or --policy it removes all that match, in every state, and prints
 	return cmd
 }
 
-func runCheckpointRmMatching(ctx context.Context, filter runtime.CheckpointFilter, svc runtime.Service, stdout, stderr io.Writer) error {
+func runCheckpointRmMatching(
+	ctx context.Context, filter runtime.CheckpointFilter, svc runtime.Service, stdout, stderr io.Writer,
+) error {
 	got, err := svc.RemoveCheckpoints(ctx, filter)
 	for _, id := range got.Pinned {
 		fmt.Fprintf(stderr, "%s stays: it is pinned\n", shortID(id))

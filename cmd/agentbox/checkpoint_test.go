@@ -52,7 +52,10 @@ func TestCheckpoint(t *testing.T) {
 	f := boxes()
 	r := try(t, f, "", strings.Fields("checkpoint --name n --files-only --stop --strict --label k=v --trigger t --tcp close --timeout 30s --paranoid run")...)
 	r.want(t, 0, strings.Repeat("3f2a", 8)+"\n", "warning: an exec session is not part of it\n")
-	want := runtime.CheckpointOptions{Name: "n", FilesOnly: true, Stop: true, Strict: true, Labels: map[string]string{"k": "v"}, Trigger: "t", TCP: runtime.TCPClose, Timeout: 30 * time.Second, Paranoid: true}
+	want := runtime.CheckpointOptions{
+		Name: "n", FilesOnly: true, Stop: true, Strict: true, Labels: map[string]string{"k": "v"}, Trigger: "t",
+		TCP: runtime.TCPClose, Timeout: 30 * time.Second, Paranoid: true,
+	}
 	if d := cmp.Diff(want, f.ckOpts); d != "" {
 		t.Error(d)
 	}
@@ -61,11 +64,16 @@ func TestCheckpoint(t *testing.T) {
 	f.sandboxes[1].Name = "ls"
 	try(t, f, "", "checkpoint", "create", "ls").want(t, 0, strings.Repeat("3f2a", 8)+"\n", "warning")
 
-	got := checkpointSummary(runtime.Checkpoint{ID: strings.Repeat("3f2a", 8), SandboxName: "c", Kind: "full", Files: 1, Processes: 3, Bytes: 1_200_000, Frozen: 84 * time.Millisecond})
+	got := checkpointSummary(runtime.Checkpoint{
+		ID: strings.Repeat("3f2a", 8), SandboxName: "c", Kind: "full", Files: 1, Processes: 3, Bytes: 1_200_000,
+		Frozen: 84 * time.Millisecond,
+	})
 	if want := "checkpoint 3f2a3f2a3f2a… of c: full, 1 file, 3 processes, 1.2MB, 0B added, frozen 84 ms"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
-	got = checkpointSummary(runtime.Checkpoint{ID: "3f2a", SandboxName: "c", Kind: "files", Files: 2, Bytes: 1_200_000, Unchanged: true})
+	got = checkpointSummary(runtime.Checkpoint{
+		ID: "3f2a", SandboxName: "c", Kind: "files", Files: 2, Bytes: 1_200_000, Unchanged: true,
+	})
 	if want := "checkpoint 3f2a of c: files, 2 files, 1.2MB, unchanged"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
@@ -77,7 +85,9 @@ func TestCheckpointLs(t *testing.T) {
 		`ID             NAME     TAGS   SANDBOX   KIND   STATUS   TRIGGER   CREATED         FILES   PROCESSES   SIZE     ADDED
 3f2a3f2a3f2a   before          run       full   ready    manual    3 seconds ago   12      3           1.23MB   0B
 `)
-	if d := cmp.Diff(runtime.CheckpointFilter{Sandbox: "run", All: true, Labels: map[string]string{"k": "v"}, Trigger: "t"}, f.filter); d != "" {
+	if d := cmp.Diff(runtime.CheckpointFilter{
+		Sandbox: "run", All: true, Labels: map[string]string{"k": "v"}, Trigger: "t",
+	}, f.filter); d != "" {
 		t.Error(d)
 	}
 	try(t, f, "", "checkpoint", "ls", "-q").want(t, 0, "3f2a3f2a3f2a\n")

@@ -26,7 +26,8 @@ func (o *commitOptions) addFlags(fl *pflag.FlagSet) {
 	o.transferOptions.addFlags(fl)
 	fl.StringVarP(&o.Author, "author", "a", "", "who made it, e.g. `'NAME <MAIL>'`")
 	fl.StringVarP(&o.Message, "message", "m", "", "`TEXT` for the image's history")
-	fl.VarP(list(&o.Changes), "change", "c", "change the configuration: an `INSTRUCTION` of a Dockerfile (CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL)")
+	fl.VarP(list(&o.Changes), "change", "c",
+		"change the configuration: an `INSTRUCTION` of a Dockerfile (CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME, STOPSIGNAL)")
 	o.Format = "digest"
 	fl.Var(choice(&o.Format, "digest", formatJSON), "format", "print as `FORMAT`: digest or json")
 }
@@ -51,11 +52,14 @@ digest, manifest, base, layer, layer_bytes, layer_size, sandbox, sandbox_name, c
 		Example: `  agentbox commit work work-image
   agentbox commit -c 'CMD ["python3", "/app.py"]' work@good docker-daemon:app:latest
   agentbox commit work docker://registry.example.com/team/work:1`,
-		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
+			exitDenied, exitUnsupported),
 		Args:              args(2, 2),
 		ValidArgsFunction: a.completeStates,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			commit := runtime.CommitOptions{Author: opts.Author, Message: opts.Message, Changes: opts.Changes, Source: opts.source()}
+			commit := runtime.CommitOptions{
+				Author: opts.Author, Message: opts.Message, Changes: opts.Changes, Source: opts.source(),
+			}
 			var err error
 			if commit.Created, err = sourceDate(os.Getenv("SOURCE_DATE_EPOCH")); err != nil {
 				return err
@@ -82,7 +86,10 @@ func sourceDate(s string) (time.Time, error) {
 	return time.Unix(sec, 0).UTC(), nil
 }
 
-func runCommit(ctx context.Context, sandbox, ref string, opts runtime.CommitOptions, format string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runCommit(
+	ctx context.Context, sandbox, ref string, opts runtime.CommitOptions, format string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {

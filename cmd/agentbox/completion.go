@@ -31,7 +31,9 @@ sandboxes, checkpoints and images. The one for bash needs the package bash-compl
 			case "powershell":
 				return root.GenPowerShellCompletionWithDesc(a.stdout)
 			}
-			return &usageError{err: fmt.Errorf("unknown shell %q: there are %v", args[0], shells), cmd: cmd.CommandPath()}
+			return &usageError{
+				err: fmt.Errorf("unknown shell %q: there are %v", args[0], shells), cmd: cmd.CommandPath(),
+			}
 		},
 	}
 }

@@ -44,7 +44,8 @@ under that name when there is none; SRC/. copies what is in it. DST/ must be a d
   agentbox cp c:/var/log - | tar t`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
 		Args:        args(2, 2),
-		ValidArgsFunction: func(cmd *cobra.Command, args []string, toComplete string) ([]string, cobra.ShellCompDirective) {
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, toComplete string) ([]string,
+			cobra.ShellCompDirective) {
 			if len(args) > 1 {
 				return nil, noFiles
 			}
@@ -108,7 +109,9 @@ func checkEnds(a *app, src, dst end) error {
 	return nil
 }
 
-func runCp(ctx context.Context, opts cpOptions, src, dst end, svc runtime.Service, stdin io.Reader, stdout, stderr io.Writer) error {
+func runCp(
+	ctx context.Context, opts cpOptions, src, dst end, svc runtime.Service, stdin io.Reader, stdout, stderr io.Writer,
+) error {
 	// Asked first, so that a missing sandbox is not taken for a missing path.
 	sb, err := svc.Sandbox(ctx, src.sandbox+dst.sandbox)
 	if err != nil {
@@ -137,7 +140,9 @@ func rooted(p string) string {
 func isContents(p string) bool { return p == "." || strings.HasSuffix(p, "/.") }
 
 // copyOut copies from in a sandbox to a path on the host.
-func copyOut(ctx context.Context, opts cpOptions, sandbox, from, to string, svc runtime.Service, stdout, stderr io.Writer) error {
+func copyOut(
+	ctx context.Context, opts cpOptions, sandbox, from, to string, svc runtime.Service, stdout, stderr io.Writer,
+) error {
 	st, err := svc.Stat(ctx, sandbox, from)
 	if err != nil {
 		return err
@@ -185,7 +190,10 @@ func copyOut(ctx context.Context, opts cpOptions, sandbox, from, to string, svc 
 }
 
 // copyIn copies a path on the host, or the tar stream on stdin, into a sandbox.
-func copyIn(ctx context.Context, opts cpOptions, from, sandbox, to string, svc runtime.Service, stdin io.Reader, stderr io.Writer) error {
+func copyIn(
+	ctx context.Context, opts cpOptions, from, sandbox, to string, svc runtime.Service,
+	stdin io.Reader, stderr io.Writer,
+) error {
 	if from == "-" {
 		return svc.CopyTo(ctx, sandbox, to, stdin)
 	}
@@ -242,7 +250,9 @@ func sandboxTarget(ctx context.Context, svc runtime.Service, sandbox, to string)
 
 // pipe streams what one side writes to the other. The side that fails first has the cause: its
 // error closes the pipe for the other.
-func pipe(ctx context.Context, write func(context.Context, io.Writer) error, read func(context.Context, io.Reader) error) error {
+func pipe(
+	ctx context.Context, write func(context.Context, io.Writer) error, read func(context.Context, io.Reader) error,
+) error {
 	pr, pw := io.Pipe()
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
@@ -270,7 +280,8 @@ func skipped(report cptar.Report, stderr io.Writer) error {
 	if n == 0 {
 		return nil
 	}
-	return &runtime.Error{Op: "cp", Err: fmt.Errorf("%s could not be copied whole: see the warnings", countText(n, "entry"))}
+	return &runtime.Error{Op: "cp", Err: fmt.Errorf("%s could not be copied whole: see the warnings",
+		countText(n, "entry"))}
 }
 
 func hostError(p string, err error) error {

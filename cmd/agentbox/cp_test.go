@@ -122,8 +122,12 @@ func TestCopyIn(t *testing.T) {
 		}
 	}
 	host(t)
-	for args, code := range map[string]int{"file run:/new/": exitNotFound, "dir run:/d/f": exitUsage, "nope run:/d": exitNotFound, "file nope:/d": exitNotFound} {
-		if r := try(t, boxes(), "", append([]string{"cp"}, strings.Fields(args)...)...); r.code != code || r.stderr == "" {
+	for args, code := range map[string]int{
+		"file run:/new/": exitNotFound, "dir run:/d/f": exitUsage, "nope run:/d": exitNotFound,
+		"file nope:/d": exitNotFound,
+	} {
+		if r := try(t, boxes(), "", append([]string{"cp"},
+			strings.Fields(args)...)...); r.code != code || r.stderr == "" {
 			t.Errorf("cp %s: %+v", args, r)
 		}
 	}
@@ -138,7 +142,9 @@ func TestCopyIn(t *testing.T) {
 func host(t *testing.T) {
 	t.Helper()
 	t.Chdir(t.TempDir())
-	for _, err := range []error{os.Mkdir("dir", 0o700), os.WriteFile("file", []byte("old"), 0o600), os.Symlink("file", "link")} {
+	for _, err := range []error{
+		os.Mkdir("dir", 0o700), os.WriteFile("file", []byte("old"), 0o600), os.Symlink("file", "link"),
+	} {
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -78,29 +78,38 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
 	fl.StringVarP(&o.Hostname, "hostname", "h", "", "host `NAME` inside the sandbox")
 	fl.StringVarP(&o.Memory, "memory", "m", "", "memory limit `SIZE`, e.g. 512m")
-	fl.StringVar(&o.MemorySwap, "memory-swap", "", "limit of memory and swap together, `SIZE`; -1: no limit of swap; default: no swap with --memory")
+	fl.StringVar(&o.MemorySwap, "memory-swap", "",
+		"limit of memory and swap together, `SIZE`; -1: no limit of swap; default: no swap with --memory")
 	fl.StringVar(&o.IO, "io-bps", "", "limit of bytes a second, `SIZE`, read from and written to the disk of its files")
-	fl.StringVar(&o.Storage, "storage-size", "", "limit of what it may change and add of files, `SIZE`; over it, it is killed")
+	fl.StringVar(&o.Storage, "storage-size", "",
+		"limit of what it may change and add of files, `SIZE`; over it, it is killed")
 	fl.StringVar(&o.CPUs, "cpus", "", "limit to this `NUMBER` of cores, e.g. 1.5")
 	fl.Int64Var(&o.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes; -1: none")
-	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered), "network", "`MODE`: none (only lo), host, bridge, or filtered (out only by --egress); default: the policy's, bridge")
-	fl.Var(list(&o.Egress), "egress", "with --network filtered, which it implies: let out to `RULE`, e.g. 'pypi.org 443', '*.debian.org 80,443', '10.0.0.0/8 5432,53/udp'; default: the policy's, none")
-	fl.StringVar(&o.NetworkGroup, "network-group", "", "let sandboxes of the same group `NAME` reach each other (bridge)")
+	fl.Var(choice(&o.Network, runtime.NetworkNone, runtime.NetworkHost, runtime.NetworkBridge, runtime.NetworkFiltered),
+		"network", "`MODE`: none (only lo), host, bridge, or filtered (out only by --egress); default: the policy's, bridge")
+	fl.Var(list(&o.Egress), "egress",
+		"with --network filtered, which it implies: let out to `RULE`, e.g. 'pypi.org 443', '*.debian.org 80,443', '10.0.0.0/8 5432,53/udp'; default: the policy's, none")
+	fl.StringVar(&o.NetworkGroup, "network-group", "",
+		"let sandboxes of the same group `NAME` reach each other (bridge)")
 	fl.VarP(list(&o.Publish), "publish", "p", "publish a port, `[IP:]HOST:SANDBOX[/udp]` (bridge, filtered)")
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "mount the root filesystem read-only")
 	fl.BoolVar(&o.Init, "init", false, "run a small init that reaps zombies and passes signals on")
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
-	fl.StringVar(&o.Every, everyFlag, "", "take a checkpoint before each exec (exec), at each duration (5m), or both (exec,5m): `exec|DURATION`; the policy says how many are kept (default: the last 100, 24 hourly, 7 daily)")
+	fl.StringVar(&o.Every, everyFlag, "",
+		"take a checkpoint before each exec (exec), at each duration (5m), or both (exec,5m): `exec|DURATION`; the policy says how many are kept (default: the last 100, 24 hourly, 7 daily)")
 	fl.StringVar(&o.TTL, "ttl", "", "stop it `DURATION` after it was made, for good; with --rm remove it; default: the policy's, none")
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`; default: the policy's, none")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends; see 'agentbox lease'")
 	fl.StringVar(&o.Group, "group", "", "make it one of the group `NAME`; see 'agentbox ps --filter group=NAME'")
 	o.Restart.addFlags(fl, "start it again when it has ended by itself")
-	fl.StringVar(&o.Policy, "policy", "", "what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
+	fl.StringVar(&o.Policy, "policy", "",
+		"what it may do: `NAME|FILE` of a policy (environment AGENTBOX_POLICY; default \"default\")")
 	fl.Var(list(&o.CapAdd), "cap-add", "give it the capability `NAME`, or ALL")
 	fl.Var(list(&o.CapDrop), "cap-drop", "take the capability `NAME` from it, or ALL")
-	fl.Var(list(&o.SecurityOpts), "security-opt", "`OPTION`: no-new-privileges=false, seccomp=unconfined|FILE, apparmor=PROFILE|unconfined, or io_uring")
-	fl.Var(choice(&o.UserNS, runtime.UserNSHost, runtime.UserNSAuto), "userns", "`MODE` of the user namespace: auto (one with a range of ids of its own), or host (none); default: auto where it can have one, see inspect")
+	fl.Var(list(&o.SecurityOpts), "security-opt",
+		"`OPTION`: no-new-privileges=false, seccomp=unconfined|FILE, apparmor=PROFILE|unconfined, or io_uring")
+	fl.Var(choice(&o.UserNS, runtime.UserNSHost, runtime.UserNSAuto), "userns",
+		"`MODE` of the user namespace: auto (one with a range of ids of its own), or host (none); default: auto where it can have one, see inspect")
 	fl.BoolVar(&o.Privileged, "privileged", false, "ask for all of the host; no policy can allow it")
 	o.pull.addFlags(fl)
 	fl.StringVar(&o.StopSignal, "stop-signal", "", "`SIGNAL` that stop sends; default: the image's or SIGTERM")
@@ -193,7 +202,10 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	if spec.Network.Mode == runtime.NetworkFiltered && o.NetworkGroup != "" {
 		return none, usageErrorf("--network-group needs --network bridge: sandboxes of a group reach each other past the filter")
 	}
-	req := runtime.CreateRequest{Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged, UserNS: o.UserNS, Lease: o.Lease, Group: o.Group}
+	req := runtime.CreateRequest{
+		Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged,
+		UserNS: o.UserNS, Lease: o.Lease, Group: o.Group,
+	}
 	if o.entrypointSet {
 		req.Entrypoint = []string{}
 		if o.Entrypoint != "" {
@@ -332,7 +344,9 @@ func runCreate(ctx context.Context, req runtime.CreateRequest, svc runtime.Servi
 }
 
 // createShown is Create, which shows how far it is with the image.
-func createShown(ctx context.Context, req runtime.CreateRequest, svc runtime.Service, stderr io.Writer) (runtime.Sandbox, error) {
+func createShown(
+	ctx context.Context, req runtime.CreateRequest, svc runtime.Service, stderr io.Writer,
+) (runtime.Sandbox, error) {
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {

@@ -99,7 +99,8 @@ func printUsage(u runtime.Usage, out io.Writer) error {
 	if u.Stored > 0 {
 		s := fmt.Sprintf("%s in %s", countText(u.Pieces, "piece"), countText(int64(u.Packs), "pack"))
 		if u.Logical > 0 {
-			s += fmt.Sprintf("; without the store the checkpoints would be %s, %.1f times as much", sizeText(u.Logical), float64(u.Logical)/float64(u.Stored))
+			s += fmt.Sprintf("; without the store the checkpoints would be %s, %.1f times as much", sizeText(u.Logical),
+				float64(u.Logical)/float64(u.Stored))
 		}
 		fmt.Fprintln(out, s)
 	}
@@ -124,7 +125,8 @@ func printUsageOfEach(u runtime.Usage, whole bool, out io.Writer, now time.Time)
 	fmt.Fprint(out, "\nCheckpoints:\n\n")
 	t := newTable(out, "ID", "NAME", "SANDBOX", "STATUS", "CREATED", "NEEDS", "UNIQUE")
 	for _, c := range u.Checkpoints {
-		t.row(id(c.Checkpoint.ID), c.Checkpoint.Name, c.Checkpoint.SandboxName, checkpointStatus(c.Checkpoint), ago(now, c.Checkpoint.Created), sizeText(c.Needs), sizeText(c.Unique))
+		t.row(id(c.Checkpoint.ID), c.Checkpoint.Name, c.Checkpoint.SandboxName, checkpointStatus(c.Checkpoint),
+			ago(now, c.Checkpoint.Created), sizeText(c.Needs), sizeText(c.Unique))
 	}
 	if err := t.flush(); err != nil {
 		return err

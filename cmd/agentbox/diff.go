@@ -41,7 +41,8 @@ func (o *diffOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
 	fl.BoolVarP(&o.Patch, "patch", "p", false, "show what changed in the text of files, as git does")
 	o.Color = "auto"
-	fl.Var(choice(&o.Color, "auto", "always", "never"), "color", "colour patches: auto (on a terminal), always or never")
+	fl.Var(choice(&o.Color, "auto", "always", "never"), "color",
+		"colour patches: auto (on a terminal), always or never")
 	fl.BoolVar(&o.NoRenames, "no-renames", false, "show a renamed file as one deleted and one added")
 }
 
@@ -128,7 +129,8 @@ changes, and 125 instead of 1 when diff itself fails.`,
 			err = a.service(cmd.Context(), func(svc runtime.Service) error {
 				return runDiff(cmd.Context(), opts, req, svc, a.stdout, a.stderr)
 			})
-			if (opts.ExitCode || opts.Quiet) && err != nil && cmd.Context().Err() == nil && exitCode(err, false) == exitFailure {
+			if (opts.ExitCode || opts.Quiet) && err != nil && cmd.Context().Err() == nil &&
+				exitCode(err, false) == exitFailure {
 				if _, changed := err.(exitStatus); !changed {
 					err = errorList{err, exitStatus(exitAgentbox)}
 				}
@@ -175,7 +177,9 @@ func diffRequest(args []string) (req runtime.DiffRequest, err error) {
 	return req, nil
 }
 
-func runDiff(ctx context.Context, opts diffOptions, req runtime.DiffRequest, svc runtime.Service, stdout, stderr io.Writer) error {
+func runDiff(
+	ctx context.Context, opts diffOptions, req runtime.DiffRequest, svc runtime.Service, stdout, stderr io.Writer,
+) error {
 	d, err := svc.Diff(ctx, req)
 	if err != nil {
 		return err
@@ -189,7 +193,8 @@ func runDiff(ctx context.Context, opts diffOptions, req runtime.DiffRequest, svc
 	case opts.Format == formatJSON:
 		err = printJSON(out, d)
 	case opts.Patch:
-		color := opts.Color == "always" || opts.Color == "auto" && isTerminalWriter(stdout) && os.Getenv("NO_COLOR") == ""
+		color := opts.Color == "always" || opts.Color == "auto" && isTerminalWriter(stdout) &&
+			os.Getenv("NO_COLOR") == ""
 		printPatches(out, d.Changes, color, color || isTerminalWriter(stdout))
 	case opts.Stat:
 		err = printStat(out, d.Changes)
@@ -238,7 +243,9 @@ func pathOf(text, b64 string) string {
 // quotePath shows a path on one line without driving the terminal; where it
 // must quote it does so as Go and C do.
 func quotePath(s string) string {
-	if !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) || r == '"' || r == '\\' }) {
+	if !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool {
+		return !unicode.IsPrint(r) || r == '"' || r == '\\'
+	}) {
 		return strconv.Quote(s)
 	}
 	return s
@@ -264,7 +271,9 @@ func printStat(out io.Writer, changes []runtime.Change) error {
 		}
 	}
 	sum := []string{countText(int64(len(changes)), "path") + " changed"}
-	for _, k := range []struct{ letter, text string }{{"A", "added"}, {"M", "modified"}, {"D", "deleted"}, {"T", "of another type"}, {"R", "renamed"}} {
+	for _, k := range []struct{ letter, text string }{
+		{"A", "added"}, {"M", "modified"}, {"D", "deleted"}, {"T", "of another type"}, {"R", "renamed"},
+	} {
 		if n := count[k.letter]; n > 0 {
 			sum = append(sum, fmt.Sprintf("%d %s", n, k.text))
 		}

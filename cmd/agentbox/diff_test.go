@@ -20,14 +20,22 @@ func changed() *fakeService {
 	file := func(size int64) *runtime.FileState {
 		return &runtime.FileState{Type: "file", Mode: "0644", Size: size}
 	}
-	f.diff = runtime.Diff{Sandbox: f.sandboxes[1].ID, SandboxName: "run", From: runtime.DiffState{Kind: runtime.DiffOfImage}, To: runtime.DiffState{Kind: runtime.DiffOfNow}, Changes: []runtime.Change{
-		{Path: "/a b", Change: "A", Type: "file", New: file(1500)},
-		{Path: "/d", Change: "A", Type: "dir", New: &runtime.FileState{Type: "dir"}},
-		{Path: "/etc/x", Change: "M", Type: "file", What: []string{"content", "mtime"}, Old: file(120), New: file(140)},
-		{Path: "/evil\n\x1b[31m", Change: "D", Type: "file", Old: file(7)},
-		{Path: "/l\uFFFD", PathB64: "L2z/", Change: "T", Type: "symlink", What: []string{"type"}, Old: file(0), New: &runtime.FileState{Type: "symlink"}},
-		{Path: "/new", From: "/old", Change: "R", Type: "file", What: []string{"mode"}, Old: file(9), New: file(9)},
-	}}
+	f.diff = runtime.Diff{Sandbox: f.sandboxes[1].ID, SandboxName: "run",
+		From: runtime.DiffState{Kind: runtime.DiffOfImage}, To: runtime.DiffState{Kind: runtime.DiffOfNow},
+		Changes: []runtime.Change{
+			{Path: "/a b", Change: "A", Type: "file", New: file(1500)},
+			{Path: "/d", Change: "A", Type: "dir", New: &runtime.FileState{Type: "dir"}},
+			{
+				Path: "/etc/x", Change: "M", Type: "file", What: []string{"content", "mtime"},
+				Old: file(120), New: file(140),
+			},
+			{Path: "/evil\n\x1b[31m", Change: "D", Type: "file", Old: file(7)},
+			{
+				Path: "/l\uFFFD", PathB64: "L2z/", Change: "T", Type: "symlink", What: []string{"type"}, Old: file(0),
+				New: &runtime.FileState{Type: "symlink"},
+			},
+			{Path: "/new", From: "/old", Change: "R", Type: "file", What: []string{"mode"}, Old: file(9), New: file(9)},
+		}}
 	return f
 }
 
@@ -39,8 +47,10 @@ D "/evil\n\x1b[31m"
 T "/l\xff"
 R /old -> /new
 `)
-	try(t, changed(), "", "diff", "--name-only", "run").want(t, 0, "/a b\n/d\n/etc/x\n\"/evil\\n\\x1b[31m\"\n\"/l\\xff\"\n/new\n")
-	try(t, changed(), "", "diff", "-z", "run").want(t, 0, "A /a b\x00A /d\x00M /etc/x\x00D /evil\n\x1b[31m\x00T /l\xff\x00R /old\x00/new\x00")
+	try(t, changed(), "", "diff", "--name-only", "run").want(t, 0,
+		"/a b\n/d\n/etc/x\n\"/evil\\n\\x1b[31m\"\n\"/l\\xff\"\n/new\n")
+	try(t, changed(), "", "diff", "-z", "run").want(t, 0,
+		"A /a b\x00A /d\x00M /etc/x\x00D /evil\n\x1b[31m\x00T /l\xff\x00R /old\x00/new\x00")
 	try(t, changed(), "", "diff", "--stat", "run").want(t, 0, `CHANGE   PATH                SIZE           WHAT
 A        /a b                - -> 1.5kB     
 A        /d                  -              dir
@@ -54,7 +64,8 @@ R        /old -> /new        9B             mode
 	try(t, boxes(), "", "diff", "run").want(t, 0, "")
 	more := changed()
 	more.diff.Truncated = true
-	if r := try(t, more, "", "diff", "--name-only", "run"); r.code != 0 || r.stderr != "warning: only the first 6 changes are listed\n" {
+	if r := try(t, more, "", "diff", "--name-only", "run"); r.code != 0 ||
+		r.stderr != "warning: only the first 6 changes are listed\n" {
 		t.Errorf("%+v", r)
 	}
 }
@@ -65,14 +76,17 @@ func TestDiffJSON(t *testing.T) {
 	if err := json.Unmarshal([]byte(r.stdout), &got); err != nil || r.code != 0 {
 		t.Fatal(err, r)
 	}
-	if d := cmp.Diff([]string{"changes", "from", "sandbox", "sandbox_name", "to", "truncated"}, slices.Sorted(maps.Keys(got))); d != "" {
+	if d := cmp.Diff([]string{"changes", "from", "sandbox", "sandbox_name", "to", "truncated"},
+		slices.Sorted(maps.Keys(got))); d != "" {
 		t.Error(d)
 	}
 	change := got["changes"].([]any)[2].(map[string]any)
-	if d := cmp.Diff([]string{"change", "new", "old", "path", "type", "what"}, slices.Sorted(maps.Keys(change))); d != "" {
+	if d := cmp.Diff([]string{"change", "new", "old", "path", "type", "what"},
+		slices.Sorted(maps.Keys(change))); d != "" {
 		t.Error(d)
 	}
-	if d := cmp.Diff([]string{"gid", "mode", "size", "type", "uid"}, slices.Sorted(maps.Keys(change["old"].(map[string]any)))); d != "" {
+	if d := cmp.Diff([]string{"gid", "mode", "size", "type", "uid"},
+		slices.Sorted(maps.Keys(change["old"].(map[string]any)))); d != "" {
 		t.Error(d)
 	}
 	if r := try(t, boxes(), "", "diff", "--format", "json", "run"); !strings.Contains(r.stdout, `"changes": []`) {
@@ -83,7 +97,8 @@ func TestDiffJSON(t *testing.T) {
 func TestDiffExitCode(t *testing.T) {
 	try(t, changed(), "", "diff", "--quiet", "run").want(t, 1, "")
 	try(t, boxes(), "", "diff", "--quiet", "run").want(t, 0, "")
-	try(t, changed(), "", "diff", "--exit-code", "--name-only", "run").want(t, 1, try(t, changed(), "", "diff", "--name-only", "run").stdout)
+	try(t, changed(), "", "diff", "--exit-code", "--name-only", "run").want(t, 1,
+		try(t, changed(), "", "diff", "--name-only", "run").stdout)
 	try(t, boxes(), "", "diff", "--exit-code", "run").want(t, 0, "")
 	f := changed()
 	f.fail["Diff"] = errors.New("broken disk")
@@ -121,15 +136,20 @@ func TestDiffArguments(t *testing.T) {
 			t.Errorf("%s: %s %s", line, d, r.stderr)
 		}
 	}
-	for _, line := range []string{"@a", "run@", "run @", "--stat --quiet run", "--name-only --format json run", "-z --stat run"} {
-		try(t, changed(), "", append([]string{"diff"}, strings.Fields(line)...)...).want(t, exitUsage, "", "See 'agentbox diff --help'.")
+	for _, line := range []string{
+		"@a", "run@", "run @", "--stat --quiet run", "--name-only --format json run", "-z --stat run",
+	} {
+		try(t, changed(), "", append([]string{"diff"}, strings.Fields(line)...)...).want(t, exitUsage, "",
+			"See 'agentbox diff --help'.")
 	}
 	try(t, changed(), "", "diff", "run", "").want(t, exitUsage, "", "B is empty")
 }
 
 func ckpt(id, name, parent string, more ...func(*runtime.HistoryEntry)) runtime.HistoryEntry {
-	c := runtime.HistoryEntry{Checkpoint: runtime.Checkpoint{ID: strings.Repeat(id, 8), Name: name, Kind: runtime.KindFull, Status: runtime.CheckpointReady,
-		Trigger: "manual", Created: epoch.Add(-time.Minute), Files: 12, Processes: 3, Bytes: 1_234_567, SandboxName: "run"}}
+	c := runtime.HistoryEntry{Checkpoint: runtime.Checkpoint{ID: strings.Repeat(id, 8), Name: name,
+		Kind: runtime.KindFull, Status: runtime.CheckpointReady,
+		Trigger: "manual", Created: epoch.Add(-time.Minute), Files: 12, Processes: 3,
+		Bytes: 1_234_567, SandboxName: "run"}}
 	if parent != "" {
 		c.Parent = strings.Repeat(parent, 8)
 	}
@@ -165,16 +185,23 @@ func TestLog(t *testing.T) {
 		t.Error(r)
 	}
 	var got []map[string]any
-	if err := json.Unmarshal([]byte(try(t, f, "", "log", "--format", "json", "run").stdout), &got); err != nil || len(got) != 6 {
+	if err := json.Unmarshal([]byte(try(t, f, "", "log", "--format", "json", "run").stdout),
+		&got); err != nil || len(got) != 6 {
 		t.Fatal(err, got)
 	}
-	keys := []string{"added", "bytes", "children", "created", "digest", "files", "forks", "frozen_ns", "head", "id", "image_digest", "kind", "labels", "name", "parent", "parent_deleted", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged"}
-	if d := cmp.Diff(keys, slices.Sorted(maps.Keys(got[0]))); d != "" || got[0]["head"] != true || fmt.Sprint(got[0]["children"]) != "[]" {
+	keys := []string{
+		"added", "bytes", "children", "created", "digest", "files", "forks", "frozen_ns", "head", "id", "image_digest",
+		"kind", "labels", "name", "parent", "parent_deleted", "pinned", "processes", "sandbox", "sandbox_name",
+		"status", "trigger", "unchanged",
+	}
+	if d := cmp.Diff(keys, slices.Sorted(maps.Keys(got[0]))); d != "" || got[0]["head"] != true ||
+		fmt.Sprint(got[0]["children"]) != "[]" {
 		t.Error(d, got[0])
 	}
 	f.history[1].Status, f.history[2].Status = runtime.CheckpointFailed, runtime.CheckpointPending
 	r = try(t, f, "", "log", "--all", "run")
-	if !strings.Contains(r.stdout, "│ x aaa5") || !strings.Contains(r.stdout, "│ │ o aaa4") || !strings.Contains(r.stdout, "failed\n") {
+	if !strings.Contains(r.stdout, "│ x aaa5") || !strings.Contains(r.stdout, "│ │ o aaa4") ||
+		!strings.Contains(r.stdout, "failed\n") {
 		t.Error(r.stdout)
 	}
 	f.history = nil
@@ -193,15 +220,20 @@ func TestLogMarks(t *testing.T) {
 		ckpt("aaa3", "", "aaa2", func(c *runtime.HistoryEntry) {
 			c.Trigger, c.Added, c.Damaged = runtime.TriggerUndo, 4096, "a piece is gone"
 		}),
-		ckpt("aaa2", "two", "aaa1", func(c *runtime.HistoryEntry) { c.Head, c.Pinned, c.Tags = true, true, []string{"good", "v1"} }),
+		ckpt("aaa2", "two", "aaa1", func(c *runtime.HistoryEntry) {
+			c.Head, c.Pinned, c.Tags = true, true, []string{"good", "v1"}
+		}),
 		ckpt("aaa1", "one", "3f2a"),
 	}
-	try(t, f, "", "log", "run").want(t, 0, `CHECKPOINT                   NAME   TAGS      KIND   CREATED              SIZE     ADDED   TRIGGER   FILES   PROCESSES   PARENT
+	try(t, f, "", "log", "run").want(t, 0,
+		`CHECKPOINT                   NAME   TAGS      KIND   CREATED              SIZE     ADDED   TRIGGER   FILES   PROCESSES   PARENT
 u aaa3aaa3aaa3 DAMAGED                        full   About a minute ago   1.23MB   4.1kB   undo      12      3           aaa2aaa2aaa2
 * aaa2aaa2aaa2 HEAD PINNED   two    good,v1   full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
 * aaa1aaa1aaa1               one              full   About a minute ago   1.23MB   0B      manual    12      3           run@before
 `)
-	f.history[1].Forks = []runtime.ForkedInto{{Sandbox: "b", SandboxName: "run-fork-1"}, {Sandbox: "c", SandboxName: "other"}}
+	f.history[1].Forks = []runtime.ForkedInto{
+		{Sandbox: "b", SandboxName: "run-fork-1"}, {Sandbox: "c", SandboxName: "other"},
+	}
 	f.history[2].Forks = []runtime.ForkedInto{{Sandbox: "d", SandboxName: "third"}}
 	f.history[0].Parent = strings.Repeat("aaa1", 8)
 	r := try(t, f, "", "log", "run")
@@ -209,7 +241,10 @@ u aaa3aaa3aaa3 DAMAGED                        full   About a minute ago   1.23MB
 	for line := range strings.Lines(r.stdout) {
 		left = append(left, strings.TrimSpace(line[:min(len(line), 44)]))
 	}
-	want := []string{"u aaa3aaa3aaa3", "│ * aaa2aaa2aaa2", "│ │   forked into run-fork-1, other", "├─╯", "* aaa1aaa1aaa1", "forked into third"}
+	want := []string{
+		"u aaa3aaa3aaa3", "│ * aaa2aaa2aaa2", "│ │   forked into run-fork-1, other", "├─╯",
+		"* aaa1aaa1aaa1", "forked into third",
+	}
 	for i, w := range want {
 		if len(left) != len(want)+1 || !strings.HasPrefix(left[i+1], w) {
 			t.Fatalf("%q\n%s", w, r.stdout)

@@ -43,7 +43,8 @@ func (o *effectAddOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Group, "group", "", "compensate it together with the others of `GROUP`")
 	fl.StringVar(&o.Label, "label", "", "say with `TEXT` what it is")
 	o.OnFailure = runtime.OnFailureAbort
-	fl.Var(choice(&o.OnFailure, runtime.OnFailureAbort, runtime.OnFailureContinue, runtime.OnFailureRetry), "on-failure", "what follows when the undo command fails: `WHAT` is abort, continue or retry")
+	fl.Var(choice(&o.OnFailure, runtime.OnFailureAbort, runtime.OnFailureContinue, runtime.OnFailureRetry),
+		"on-failure", "what follows when the undo command fails: `WHAT` is abort, continue or retry")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "kill the undo command after `DURATION`, 10m at most (default 30s)")
 	addIDFormat(fl, &o.Format)
 }
@@ -78,7 +79,10 @@ Forks do not inherit the ledger. What was compensated is not applied again by re
 		Args:              args(2, -1),
 		ValidArgsFunction: a.completeOneSandbox(nil),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			req := runtime.EffectRequest{Command: args[1:], Group: opts.Group, Label: opts.Label, OnFailure: opts.OnFailure, Timeout: opts.Timeout}
+			req := runtime.EffectRequest{
+				Command: args[1:], Group: opts.Group, Label: opts.Label,
+				OnFailure: opts.OnFailure, Timeout: opts.Timeout,
+			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
 				return runEffectAdd(cmd.Context(), args[0], req, opts.Format, svc, a.stdout)
 			})
@@ -89,7 +93,9 @@ Forks do not inherit the ledger. What was compensated is not applied again by re
 	return cmd
 }
 
-func runEffectAdd(ctx context.Context, sandbox string, req runtime.EffectRequest, format string, svc runtime.Service, out io.Writer) error {
+func runEffectAdd(
+	ctx context.Context, sandbox string, req runtime.EffectRequest, format string, svc runtime.Service, out io.Writer,
+) error {
 	f, err := svc.AddEffect(ctx, sandbox, req)
 	if err != nil {
 		return err

@@ -58,7 +58,9 @@ time that the undo command was run checkpoint, tries, ended, error, output.`,
 	return cmd
 }
 
-func runEffectLs(ctx context.Context, sandbox string, opts effectLsOptions, svc runtime.Service, out io.Writer, now time.Time) error {
+func runEffectLs(
+	ctx context.Context, sandbox string, opts effectLsOptions, svc runtime.Service, out io.Writer, now time.Time,
+) error {
 	list, err := svc.Effects(ctx, sandbox, opts.All)
 	if err != nil {
 		return err

@@ -27,8 +27,10 @@ type eventsOptions struct {
 
 func (o *eventsOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.Follow, "follow", "f", false, "go on with what is yet to come, until the sandbox is removed")
-	fl.StringVar(&o.Since, "since", "", "only what came since `TIME`: RFC 3339, Unix seconds, or a duration such as 10m")
-	fl.Var(list(&o.Types), "type", "only events of `TYPE`; may be given several times: "+strings.Join(runtime.EventTypes, ", "))
+	fl.StringVar(&o.Since, "since", "",
+		"only what came since `TIME`: RFC 3339, Unix seconds, or a duration such as 10m")
+	fl.Var(list(&o.Types), "type", "only events of `TYPE`; may be given several times: "+
+		strings.Join(runtime.EventTypes, ", "))
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -90,11 +92,14 @@ with how many there were (count, of total since the start), of the time at which
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
 	// It fails only for a flag registered twice.
-	_ = cmd.RegisterFlagCompletionFunc("type", cobra.FixedCompletions(runtime.EventTypes, cobra.ShellCompDirectiveNoFileComp))
+	_ = cmd.RegisterFlagCompletionFunc("type", cobra.FixedCompletions(runtime.EventTypes,
+		cobra.ShellCompDirectiveNoFileComp))
 	return cmd
 }
 
-func runEvents(ctx context.Context, opts runtime.EventOptions, format, sandbox string, svc runtime.Service, out io.Writer) error {
+func runEvents(
+	ctx context.Context, opts runtime.EventOptions, format, sandbox string, svc runtime.Service, out io.Writer,
+) error {
 	err := svc.Events(ctx, sandbox, opts, func(e runtime.Event) error {
 		if format == formatJSON {
 			return json.NewEncoder(out).Encode(e)
@@ -124,18 +129,22 @@ func eventText(e runtime.Event) string {
 		}
 		return fmt.Sprintf("%-4s %s %s: %s%s", e.Protocol, cmp.Or(e.Name, "-"), cmp.Or(e.Address, "-"), e.Reason, more)
 	case runtime.EventOOM:
-		return fmt.Sprintf("%d killed for memory, %d since its start%s", e.Count, e.Total, limit(units.BytesSize(float64(e.Limit))))
+		return fmt.Sprintf("%d killed for memory, %d since its start%s", e.Count, e.Total,
+			limit(units.BytesSize(float64(e.Limit))))
 	case runtime.EventPids:
 		return fmt.Sprintf("%d not made, %d since its start%s", e.Count, e.Total, limit(fmt.Sprint(e.Limit)))
 	case runtime.EventStorage:
 		if e.Refused {
-			return fmt.Sprintf("more is refused: its files take %s%s", units.BytesSize(float64(e.Used)), limit(units.BytesSize(float64(e.Limit))))
+			return fmt.Sprintf("more is refused: its files take %s%s", units.BytesSize(float64(e.Used)),
+				limit(units.BytesSize(float64(e.Limit))))
 		}
-		return fmt.Sprintf("killed: its files take %s%s", units.BytesSize(float64(e.Used)), limit(units.BytesSize(float64(e.Limit))))
+		return fmt.Sprintf("killed: its files take %s%s", units.BytesSize(float64(e.Used)),
+			limit(units.BytesSize(float64(e.Limit))))
 	case runtime.EventExpired:
 		return fmt.Sprintf("stopped: its time of %v was over", time.Duration(e.After))
 	case runtime.EventRestore:
-		return printable(oneLine("to checkpoint " + shortID(e.Checkpoint) + " by " + e.Strategy + " failed: " + e.Reason))
+		return printable(oneLine("to checkpoint " + shortID(e.Checkpoint) + " by " + e.Strategy +
+			" failed: " + e.Reason))
 	case runtime.EventHeld:
 		return printable(oneLine(e.Reason))
 	case runtime.EventEffect:

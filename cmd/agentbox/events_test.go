@@ -33,19 +33,24 @@ func TestEvents(t *testing.T) {
 @ idle          stopped: nothing went on for 1m1.2s
 `, "@", day))
 	try(t, f, "", "events", "--type", "ooms", "run").want(t, exitUsage, "", "must be one of denied, oom")
-	if want := []string{"Events run false [oom denied]", "Close", "Events run true []", "Close"}; !slices.Equal(f.calls, want) {
+	if want := []string{
+		"Events run false [oom denied]", "Close", "Events run true []", "Close",
+	}; !slices.Equal(f.calls, want) {
 		t.Errorf("calls %q, want %q", f.calls, want)
 	}
 }
 
 func TestLifetimeFlags(t *testing.T) {
 	f := boxes()
-	try(t, f, "", "update", "run", "--ttl", "2h").want(t, 0, "expires "+epoch.Add(2*time.Hour).Local().Format(time.RFC3339)+"\n")
+	try(t, f, "", "update", "run", "--ttl", "2h").want(t, 0,
+		"expires "+epoch.Add(2*time.Hour).Local().Format(time.RFC3339)+"\n")
 	try(t, f, "", "update", "run", "--ttl", "none", "--idle", "1d").want(t, 0, "")
 	for _, args := range [][]string{{}, {"--ttl", "0s"}, {"--ttl", "10ms"}, {"--idle", "soon"}} {
 		try(t, f, "", append([]string{"update", "run"}, args...)...).want(t, exitUsage, "", "update --help")
 	}
-	if want := []string{"UpdateLifetime run 2h0m0s -", "Close", "UpdateLifetime run 0s 24h0m0s", "Close"}; !slices.Equal(f.calls, want) {
+	if want := []string{
+		"UpdateLifetime run 2h0m0s -", "Close", "UpdateLifetime run 0s 24h0m0s", "Close",
+	}; !slices.Equal(f.calls, want) {
 		t.Errorf("calls %q, want %q", f.calls, want)
 	}
 	f = newFake()

@@ -56,7 +56,9 @@ func (f *fakeService) Fork(ctx context.Context, ref string, opts runtime.ForkOpt
 	return f.forks, f.simple("Fork", ref)
 }
 
-func (f *fakeService) PlanRestore(_ context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
+func (f *fakeService) PlanRestore(
+	_ context.Context, ref string, opts runtime.RestoreOptions,
+) (runtime.RestorePlan, error) {
 	f.reOpts = opts
 	return f.plan, f.simple("PlanRestore", ref)
 }
@@ -108,7 +110,9 @@ func (f *fakeService) Verify(_ context.Context, opts runtime.VerifyOptions) (run
 }
 
 func (f *fakeService) Reindex(context.Context) (runtime.Reindexed, error) {
-	return runtime.Reindexed{Packs: 2, Pieces: 30, Checkpoints: 1, Notes: []string{"pack ab: cut off"}}, f.call("Reindex")
+	return runtime.Reindexed{
+		Packs: 2, Pieces: 30, Checkpoints: 1, Notes: []string{"pack ab: cut off"},
+	}, f.call("Reindex")
 }
 
 func (f *fakeService) ExportCheckpoint(_ context.Context, ref string, w io.Writer, opts runtime.ExportOptions) error {
@@ -122,10 +126,15 @@ func (f *fakeService) ExportCheckpoint(_ context.Context, ref string, w io.Write
 }
 
 func (f *fakeService) arrived(name string) runtime.Checkpoint {
-	return runtime.Checkpoint{ID: strings.Repeat("77ab", 8), SandboxName: name, Kind: runtime.KindFull, Status: runtime.CheckpointReady, Created: epoch}
+	return runtime.Checkpoint{
+		ID: strings.Repeat("77ab", 8), SandboxName: name, Kind: runtime.KindFull,
+		Status: runtime.CheckpointReady, Created: epoch,
+	}
 }
 
-func (f *fakeService) ImportCheckpoint(_ context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
+func (f *fakeService) ImportCheckpoint(
+	_ context.Context, r io.Reader, opts runtime.ImportOptions,
+) (runtime.Checkpoint, error) {
 	opts.Progress = nil
 	f.importOpts = opts
 	data, err := io.ReadAll(r)
@@ -136,13 +145,18 @@ func (f *fakeService) ImportCheckpoint(_ context.Context, r io.Reader, opts runt
 	return f.arrived(opts.Name), f.call("ImportCheckpoint", opts.Name)
 }
 
-func (f *fakeService) PushCheckpoint(_ context.Context, ref, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
+func (f *fakeService) PushCheckpoint(
+	_ context.Context, ref, reference string, opts runtime.RegistryOptions,
+) (runtime.Pushed, error) {
 	opts.Progress = nil
 	f.regOpts = opts
-	return runtime.Pushed{Reference: reference + "@sha256:" + strings.Repeat("ab", 32), Bytes: 1, Skipped: 2}, f.call("PushCheckpoint", ref, reference)
+	return runtime.Pushed{Reference: reference + "@sha256:" + strings.Repeat("ab", 32), Bytes: 1, Skipped: 2},
+		f.call("PushCheckpoint", ref, reference)
 }
 
-func (f *fakeService) PullCheckpoint(_ context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
+func (f *fakeService) PullCheckpoint(
+	_ context.Context, reference string, opts runtime.RegistryOptions,
+) (runtime.Checkpoint, error) {
 	opts.Progress = nil
 	f.regOpts = opts
 	return f.arrived("c"), f.call("PullCheckpoint", reference)
@@ -165,16 +179,24 @@ func history() *fakeService {
 	second := f.forks[0]
 	second.Sandbox.ID, second.Sandbox.Name = strings.Repeat("f1", 16), "run-fork-2"
 	f.forks = append(f.forks, second)
-	f.plan = runtime.RestorePlan{Sandbox: run.ID, SandboxName: "run", Checkpoint: c, Changes: slices.Clone(changed().diff.Changes[:3]), Added: 2, Modified: 1, Bytes: 140,
-		Ends: []runtime.PlanProcess{{Pid: 1, Command: "sh -c loop"}, {Pid: 12, Command: "evil\n\x1b[31m"}}, Begins: []runtime.PlanProcess{{Pid: 1, Command: "sh -c loop"}},
+	f.plan = runtime.RestorePlan{Sandbox: run.ID, SandboxName: "run", Checkpoint: c,
+		Changes: slices.Clone(changed().diff.Changes[:3]), Added: 2, Modified: 1, Bytes: 140,
+		Ends:    []runtime.PlanProcess{{Pid: 1, Command: "sh -c loop"}, {Pid: 12, Command: "evil\n\x1b[31m"}},
+		Begins:  []runtime.PlanProcess{{Pid: 1, Command: "sh -c loop"}},
 		Effects: []string{"2 connections are closed"}}
 	f.pruned = runtime.Pruned{Freed: 3_000_000, Packs: 2, Before: 5_000_000, After: 2_000_000,
 		Removed: []runtime.PrunedCheckpoint{{Checkpoint: undo, Reasons: []string{"no rule keeps it"}}},
 		Kept:    []runtime.PrunedCheckpoint{{Checkpoint: c, Reasons: []string{"pinned", "last 1"}}}}
-	f.usage = runtime.Usage{Root: "/var/lib/agentbox", Stored: 2_000_000, Raw: 5_000_000, Logical: 20_000_000, Waste: 500_000, Packs: 3, Pieces: 1234, Free: 10_000_000_000,
-		Checkpoints: []runtime.CheckpointUsage{{Checkpoint: undo, Needs: 1_500_000, Unique: 4096}, {Checkpoint: c, Needs: 1_000_000}},
-		Sandboxes:   []runtime.SandboxUsage{{ID: run.ID, Name: "run", Upperdir: 3_000_000}},
-		Disk:        runtime.DiskUsage{Total: 9_500_000, Packs: 2_100_000, Records: 300_000, Sandboxes: 3_100_000, Images: 3_000_000, Rest: 1_000_000, Elsewhere: 50_000}}
+	f.usage = runtime.Usage{Root: "/var/lib/agentbox", Stored: 2_000_000, Raw: 5_000_000, Logical: 20_000_000,
+		Waste: 500_000, Packs: 3, Pieces: 1234, Free: 10_000_000_000,
+		Checkpoints: []runtime.CheckpointUsage{
+			{Checkpoint: undo, Needs: 1_500_000, Unique: 4096}, {Checkpoint: c, Needs: 1_000_000},
+		},
+		Sandboxes: []runtime.SandboxUsage{{ID: run.ID, Name: "run", Upperdir: 3_000_000}},
+		Disk: runtime.DiskUsage{
+			Total: 9_500_000, Packs: 2_100_000, Records: 300_000, Sandboxes: 3_100_000, Images: 3_000_000,
+			Rest: 1_000_000, Elsewhere: 50_000,
+		}}
 	return f
 }
 
@@ -184,7 +206,9 @@ func damaged(c runtime.Checkpoint) runtime.Damaged {
 
 func (f *fakeService) AddEffect(_ context.Context, ref string, req runtime.EffectRequest) (runtime.Effect, error) {
 	f.effectReq = req
-	return runtime.Effect{ID: "3f2a3f2a3f2a3f2a3f2a3f2a3f2a3f2a", Command: req.Command, Status: runtime.EffectOutstanding}, f.simple("AddEffect", ref)
+	return runtime.Effect{
+		ID: "3f2a3f2a3f2a3f2a3f2a3f2a3f2a3f2a", Command: req.Command, Status: runtime.EffectOutstanding,
+	}, f.simple("AddEffect", ref)
 }
 
 func (f *fakeService) Effects(_ context.Context, ref string, all bool) ([]runtime.Effect, error) {

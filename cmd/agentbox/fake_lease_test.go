@@ -15,12 +15,17 @@ type fakeLeases struct {
 }
 
 func (f *fakeLeases) CreateLease(_ context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
-	f.lease = runtime.Lease{ID: "1ea5e0000000000000000000000000ff", Name: req.Name, State: "active", Owner: runtime.LeaseOwner{Kind: req.Owner, Pid: req.Pid, Interval: req.Interval}, For: req.For}
+	f.lease = runtime.Lease{
+		ID: "1ea5e0000000000000000000000000ff", Name: req.Name, State: "active",
+		Owner: runtime.LeaseOwner{Kind: req.Owner, Pid: req.Pid, Interval: req.Interval}, For: req.For,
+	}
 	f.terms = req.LeaseTerms
 	return f.lease, nil
 }
 
-func (f *fakeLeases) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
+func (f *fakeLeases) HoldLease(
+	ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error,
+) error {
 	return fn(ctx, f.lease)
 }
 

@@ -70,21 +70,32 @@ func (f *fakeService) UpdateEgress(_ context.Context, sandbox string, change run
 	return append([]string{"pypi.org 443"}, change.Add...), f.call("UpdateEgress", sandbox, change.Add, change.Remove)
 }
 
-func (f *fakeService) Events(_ context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error) error {
+func (f *fakeService) Events(
+	_ context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error,
+) error {
 	if err := f.call("Events", sandbox, opts.Follow, opts.Types); err != nil {
 		return err
 	}
 	f.since = opts.Since
 	return errors.Join(
-		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventDenied, Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule allows the name on this port", Missed: 3}),
-		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventOOM, Count: 1, Total: 2, Started: epoch, Limit: 16 << 20}),
+		each(runtime.Event{
+			Time: epoch, Sandbox: sandbox, Type: runtime.EventDenied, Protocol: "tls", Name: "evil.example",
+			Address: "192.0.2.1:443", Reason: "no rule allows the name on this port", Missed: 3,
+		}),
+		each(runtime.Event{
+			Time: epoch, Sandbox: sandbox, Type: runtime.EventOOM, Count: 1, Total: 2, Started: epoch, Limit: 16 << 20,
+		}),
 		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventPids, Count: 3, Total: 3, Started: epoch}),
 		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventStorage, Used: 3 << 20, Limit: 2 << 20}),
 		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventExpired, After: int64(time.Hour)}),
-		each(runtime.Event{Time: epoch, Sandbox: sandbox, Type: runtime.EventIdle, After: int64(61234 * time.Millisecond)}))
+		each(runtime.Event{
+			Time: epoch, Sandbox: sandbox, Type: runtime.EventIdle, After: int64(61234 * time.Millisecond),
+		}))
 }
 
-func (f *fakeService) UpdateLifetime(_ context.Context, sandbox string, change runtime.LifetimeChange) (sb runtime.Sandbox, err error) {
+func (f *fakeService) UpdateLifetime(
+	_ context.Context, sandbox string, change runtime.LifetimeChange,
+) (sb runtime.Sandbox, err error) {
 	if change.TTL != nil && *change.TTL > 0 {
 		sb.Expires = epoch.Add(*change.TTL)
 	}
@@ -97,7 +108,9 @@ func (f *fakeService) UpdateLifetime(_ context.Context, sandbox string, change r
 	return sb, f.call("UpdateLifetime", sandbox, text(change.TTL), text(change.Idle))
 }
 
-func (f *fakeService) UpdateStorage(_ context.Context, sandbox string, change runtime.StorageChange) (runtime.Sandbox, error) {
+func (f *fakeService) UpdateStorage(
+	_ context.Context, sandbox string, change runtime.StorageChange,
+) (runtime.Sandbox, error) {
 	return runtime.Sandbox{}, f.call("UpdateStorage", sandbox, change.Size)
 }
 
@@ -114,7 +127,10 @@ func (f *fakeService) find(ref string) (*runtime.Sandbox, error) {
 			return sb, nil
 		}
 	}
-	return nil, &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("sandbox %w", runtime.ErrNotFound), Hint: "'agentbox ps -a' lists all sandboxes."}
+	return nil, &runtime.Error{
+		Op: "find", ID: ref, Err: fmt.Errorf("sandbox %w", runtime.ErrNotFound),
+		Hint: "'agentbox ps -a' lists all sandboxes.",
+	}
 }
 
 func (f *fakeService) Create(_ context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
@@ -128,7 +144,10 @@ func (f *fakeService) Create(_ context.Context, req runtime.CreateRequest) (runt
 	spec := req.Spec
 	spec.ID = fmt.Sprintf("%032x", 0xabc0+len(f.sandboxes))
 	spec.Name = cmp.Or(spec.Name, "made-up")
-	sb := runtime.Sandbox{ID: spec.ID, Name: spec.Name, Status: runtime.Created, Image: spec.Image, Backend: "fake", Created: epoch, Labels: spec.Labels, Spec: spec}
+	sb := runtime.Sandbox{
+		ID: spec.ID, Name: spec.Name, Status: runtime.Created, Image: spec.Image, Backend: "fake", Created: epoch,
+		Labels: spec.Labels, Spec: spec,
+	}
 	f.sandboxes = slices.Insert(f.sandboxes, 0, sb)
 	f.exits[sb.ID] = make(chan int, 1)
 	return sb, nil
@@ -289,7 +308,9 @@ func (f *fakeService) Sandboxes(context.Context) ([]runtime.Sandbox, error) {
 	return f.sandboxes, f.call("Sandboxes")
 }
 
-func (f *fakeService) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+func (f *fakeService) Checkpoint(
+	ctx context.Context, ref string, opts runtime.CheckpointOptions,
+) (runtime.Checkpoint, error) {
 	if err := slowly(ctx, &opts.Progress, opts.Name); err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -298,7 +319,8 @@ func (f *fakeService) Checkpoint(ctx context.Context, ref string, opts runtime.C
 		return runtime.Checkpoint{}, err
 	}
 	c := runtime.Checkpoint{
-		ID: strings.Repeat("3f2a", 8), Name: opts.Name, SandboxName: ref, Kind: runtime.KindFull, Status: runtime.CheckpointReady,
+		ID: strings.Repeat("3f2a", 8), Name: opts.Name, SandboxName: ref, Kind: runtime.KindFull,
+		Status:  runtime.CheckpointReady,
 		Created: epoch, Files: 12, Processes: 3, Bytes: 1_234_567, Frozen: 84 * time.Millisecond, Labels: opts.Labels,
 		Warnings: []string{"an exec session is not part of it"},
 	}
@@ -315,8 +337,13 @@ func (f *fakeService) Restore(ctx context.Context, ref string, opts runtime.Rest
 		return runtime.Restored{}, err
 	}
 	sb, _ := f.find(ref)
-	newest := slices.IndexFunc(f.checkpoints, func(c runtime.Checkpoint) bool { return c.Trigger != runtime.TriggerUndo })
-	return runtime.Restored{Sandbox: *sb, Checkpoint: f.checkpoints[newest], Verified: opts.Verify, Down: 120 * time.Millisecond, Lost: f.lost, Attached: f.attached}, f.hostErr
+	newest := slices.IndexFunc(f.checkpoints, func(c runtime.Checkpoint) bool {
+		return c.Trigger != runtime.TriggerUndo
+	})
+	return runtime.Restored{
+		Sandbox: *sb, Checkpoint: f.checkpoints[newest], Verified: opts.Verify, Down: 120 * time.Millisecond,
+		Lost: f.lost, Attached: f.attached,
+	}, f.hostErr
 }
 
 func (f *fakeService) Checkpoints(_ context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
@@ -345,7 +372,9 @@ func (f *fakeService) RemoveCheckpoint(_ context.Context, ref string) error {
 	return f.call("RemoveCheckpoint", ref)
 }
 
-func (f *fakeService) RemoveCheckpoints(_ context.Context, filter runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
+func (f *fakeService) RemoveCheckpoints(
+	_ context.Context, filter runtime.CheckpointFilter,
+) (runtime.RemovedCheckpoints, error) {
 	f.filter = filter
 	return runtime.RemovedCheckpoints{Removed: []string{"c1"}, Pinned: []string{"c2"}}, f.call("RemoveCheckpoints")
 }
@@ -359,7 +388,9 @@ func (f *fakeService) Diff(_ context.Context, req runtime.DiffRequest) (runtime.
 	return f.diff, f.simple("Diff", req.Sandbox)
 }
 
-func (f *fakeService) History(_ context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
+func (f *fakeService) History(
+	_ context.Context, ref string, opts runtime.HistoryOptions,
+) ([]runtime.HistoryEntry, error) {
 	return f.history, f.call("History", ref, opts.All)
 }
 
@@ -368,7 +399,10 @@ func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOpt
 		return f.applied, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force, "owners", opts.Allow)
 	}
 	return runtime.Applied{Sandbox: ref, Original: "/srv/repo", DryRun: opts.DryRun, Undone: opts.Undo,
-		Changes: []runtime.Change{{Path: "/a b", Change: "A", Type: "file"}, {Path: "/d", Change: "D", Type: "dir"}}}, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)
+			Changes: []runtime.Change{
+				{Path: "/a b", Change: "A", Type: "file"}, {Path: "/d", Change: "D", Type: "dir"},
+			}},
+		f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)
 }
 
 func (f *fakeService) ImportImage(_ context.Context, name, source string) (runtime.Image, error) {
@@ -378,7 +412,8 @@ func (f *fakeService) ImportImage(_ context.Context, name, source string) (runti
 func (f *fakeService) ImportImageFrom(_ context.Context, name string, r io.Reader) (runtime.Image, error) {
 	data, err := io.ReadAll(r)
 	f.stdin = data
-	return runtime.Image{Name: name, Digest: "sha256:" + strings.Repeat("cd", 32)}, errors.Join(err, f.call("ImportImageFrom", name))
+	return runtime.Image{Name: name, Digest: "sha256:" + strings.Repeat("cd", 32)},
+		errors.Join(err, f.call("ImportImageFrom", name))
 }
 
 func (f *fakeService) Images(context.Context) ([]runtime.Image, error) {

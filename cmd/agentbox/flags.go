@@ -60,9 +60,11 @@ func completeFlags(cmd *cobra.Command) {
 	cmd.Flags().VisitAll(func(f *pflag.Flag) {
 		if c, ok := f.Value.(*choiceValue); ok {
 			// It fails only for a flag registered twice.
-			_ = cmd.RegisterFlagCompletionFunc(f.Name, cobra.FixedCompletions(c.words, cobra.ShellCompDirectiveNoFileComp))
+			_ = cmd.RegisterFlagCompletionFunc(f.Name, cobra.FixedCompletions(c.words,
+				cobra.ShellCompDirectiveNoFileComp))
 		} else if f.Name == everyFlag {
-			_ = cmd.RegisterFlagCompletionFunc(f.Name, cobra.FixedCompletions([]string{"exec", "10m", "exec,10m"}, cobra.ShellCompDirectiveNoFileComp))
+			_ = cmd.RegisterFlagCompletionFunc(f.Name, cobra.FixedCompletions([]string{"exec", "10m", "exec,10m"},
+				cobra.ShellCompDirectiveNoFileComp))
 		}
 	})
 }

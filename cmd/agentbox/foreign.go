@@ -27,8 +27,10 @@ func (o *grantOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Foreign, "foreign", false, "let the newest be a checkpoint that comes from elsewhere")
 	fl.Var(list(&o.Mounts), "mount", "of a checkpoint from elsewhere: mount host directory or file, `SRC:DST[:ro]`")
 	fl.Var(list(&o.Publish), "publish", "of a checkpoint from elsewhere: publish a port, `[IP:]HOST:SANDBOX[/udp]`")
-	fl.StringVar(&o.Policy, "policy", "", "of a checkpoint from elsewhere: the policy `NAME` decides what it may do (default \"default\")")
-	fl.BoolVar(&o.TrustSpec, "trust-spec", false, "of a checkpoint from elsewhere: show all that its spec asks for, and give it that")
+	fl.StringVar(&o.Policy, "policy", "",
+		"of a checkpoint from elsewhere: the policy `NAME` decides what it may do (default \"default\")")
+	fl.BoolVar(&o.TrustSpec, "trust-spec", false,
+		"of a checkpoint from elsewhere: show all that its spec asks for, and give it that")
 	fl.BoolVarP(&o.Yes, "yes", "y", false, "with --trust-spec: do not ask")
 }
 
@@ -64,7 +66,8 @@ func admitForeign(ctx context.Context, c runtime.Checkpoint, o grantOptions, std
 	if !c.Foreign {
 		return nil
 	}
-	fmt.Fprintf(stderr, "checkpoint %s comes from elsewhere; its command: %s\n", shortID(c.ID), oneLine(strings.Join(c.Command, " ")))
+	fmt.Fprintf(stderr, "checkpoint %s comes from elsewhere; its command: %s\n", shortID(c.ID),
+		oneLine(strings.Join(c.Command, " ")))
 	if !o.TrustSpec {
 		return nil
 	}
@@ -88,7 +91,10 @@ func admitForeign(ctx context.Context, c runtime.Checkpoint, o grantOptions, std
 // chosen returns the checkpoint that a restore or a fork would use, as far as it could be one
 // from elsewhere; without one its id is empty. The verb then uses the one that was shown: with
 // --trust-spec one that cannot be shown is an error.
-func chosen(ctx context.Context, svc runtime.Service, sandbox, checkpoint string, o grantOptions, filter runtime.CheckpointFilter) (c runtime.Checkpoint, err error) {
+func chosen(
+	ctx context.Context, svc runtime.Service, sandbox, checkpoint string, o grantOptions,
+	filter runtime.CheckpointFilter,
+) (c runtime.Checkpoint, err error) {
 	switch {
 	case checkpoint != "":
 		if c, err = svc.CheckpointInfo(ctx, sandbox+"@"+checkpoint); errors.Is(err, runtime.ErrNotFound) {

@@ -47,7 +47,9 @@ func (o *forkOptions) addFlags(fl *pflag.FlagSet) {
 
 // parse turns SANDBOX[@CHECKPOINT] and the flags into what Fork takes.
 func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOptions, err error) {
-	opts = runtime.ForkOptions{FilesOnly: o.FilesOnly, NoStart: o.NoStart, Lease: o.Lease, Group: o.Group, Foreign: o.Grants.Foreign}
+	opts = runtime.ForkOptions{
+		FilesOnly: o.FilesOnly, NoStart: o.NoStart, Lease: o.Lease, Group: o.Group, Foreign: o.Grants.Foreign,
+	}
 	if o.Group != "" {
 		if err := checkName("--group", o.Group); err != nil {
 			return "", opts, err
@@ -73,7 +75,8 @@ func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOption
 			opts.Names = append(opts.Names, fmt.Sprintf("%s-%d", o.Names[0], i+1))
 		}
 	case len(o.Names) > 0 && len(o.Names) != opts.Count:
-		return "", opts, usageErrorf("%s for %s; give one for each, or one to begin them all with", countText(int64(len(o.Names)), "name"), countText(int64(opts.Count), "fork"))
+		return "", opts, usageErrorf("%s for %s; give one for each, or one to begin them all with",
+			countText(int64(len(o.Names)), "name"), countText(int64(opts.Count), "fork"))
 	default:
 		opts.Names = o.Names
 	}
@@ -116,7 +119,8 @@ checkpoint, reseeded, shared, took_ns, warnings.`,
   agentbox fork c@3f2a --mount ./src:/src:ro
   agentbox fork -n 8 --name worker --label run=7 c
   agentbox rm -f $(agentbox fork -q -n 3 c)`,
-		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
+			exitDenied, exitUnsupported),
 		Args:              args(1, 1),
 		ValidArgsFunction: a.completeStates,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -150,7 +154,10 @@ checkpoint, reseeded, shared, took_ns, warnings.`,
 	return cmd
 }
 
-func runFork(ctx context.Context, opts forkOptions, sandbox string, fo runtime.ForkOptions, svc runtime.Service, out, stderr io.Writer) error {
+func runFork(
+	ctx context.Context, opts forkOptions, sandbox string, fo runtime.ForkOptions,
+	svc runtime.Service, out, stderr io.Writer,
+) error {
 	if opts.Quiet {
 		stderr = io.Discard
 	}
@@ -182,7 +189,10 @@ func printForks(opts forkOptions, forks []runtime.Forked, out io.Writer) error {
 		name:   func(f runtime.Forked) string { return f.Sandbox.ID },
 		header: []string{"NAME", "ID", "STATUS", "ADDRESS", "TOOK"},
 		row: func(f runtime.Forked) []string {
-			return []string{f.Sandbox.Name, shortID(f.Sandbox.ID), string(f.Sandbox.Status), f.Sandbox.Address, durationText(f.Took)}
+			return []string{
+				f.Sandbox.Name, shortID(f.Sandbox.ID), string(f.Sandbox.Status),
+				f.Sandbox.Address, durationText(f.Took),
+			}
 		},
 	}.print(out, forks)
 	if err != nil || opts.Quiet || opts.Format == formatJSON {

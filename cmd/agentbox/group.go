@@ -52,13 +52,16 @@ type groupRunOptions struct {
 func (o *groupRunOptions) addFlags(fl *pflag.FlagSet) {
 	fl.IntVarP(&o.Count, "count", "n", 1, "make `N` members")
 	fl.IntVar(&o.Parallel, "parallel", 8, "have `P` of them at work at a time")
-	fl.StringVar(&o.From, "from", "", "make them forks of the `CHECKPOINT`, SANDBOX@NAME or an id; of a SANDBOX alone one is taken first")
+	fl.StringVar(&o.From, "from", "",
+		"make them forks of the `CHECKPOINT`, SANDBOX@NAME or an id; of a SANDBOX alone one is taken first")
 	fl.StringVar(&o.Image, "image", "", "make them of the `IMAGE`, which has to have a sleep command")
 	fl.StringVar(&o.Name, "name", "", "`NAME` of the group; members are NAME-1, NAME-2; default: one is made up")
 	fl.BoolVar(&o.FailFast, "fail-fast", true, "the first failure cancels all others")
-	fl.StringVar(&o.Score, "score", "", "then run `COMMAND` with sh -c in each whose command ended with 0; what it prints is the score")
+	fl.StringVar(&o.Score, "score", "",
+		"then run `COMMAND` with sh -c in each whose command ended with 0; what it prints is the score")
 	fl.StringVar(&o.KeepFor, "keep-for", "", "keep those that passed for `DURATION`, e.g. 30m")
-	fl.BoolVar(&o.FilesOnly, "files-only", false, "with --from: leave the processes out; the sandbox's command starts afresh")
+	fl.BoolVar(&o.FilesOnly, "files-only", false,
+		"with --from: leave the processes out; the sandbox's command starts afresh")
 	o.Secrets.addFlags(fl)
 	fl.StringVar(&o.OutputDir, "output-dir", "", "write what members print to `DIR`/MEMBER.out and MEMBER.err instead")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
@@ -95,8 +98,9 @@ with the code of the first error, which is 1 when a command did not end with 0.`
 		Example: `  agentbox group run -n 8 --from c@ready -- sh -c 'make test'
   agentbox group run -n 32 --parallel 4 --fail-fast=false --output-dir out --from c@ready -- ./rollout
   agentbox group run -n 4 --image busybox --score 'cat /reward' --keep-for 30m --name try7 -- sh -c 'echo $AGENTBOX_MEMBER > /reward'`,
-		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported, exitSignal),
-		Args:        args(1, -1),
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied,
+			exitUnsupported, exitSignal),
+		Args: args(1, -1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			keep, err := opts.check()
 			if err != nil {
@@ -115,10 +119,12 @@ with the code of the first error, which is 1 when a command did not end with 0.`
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
 	// They fail only for a flag registered twice.
-	_ = cmd.RegisterFlagCompletionFunc("from", func(cmd *cobra.Command, _ []string, s string) ([]string, cobra.ShellCompDirective) {
+	_ = cmd.RegisterFlagCompletionFunc("from", func(cmd *cobra.Command, _ []string, s string) ([]string,
+		cobra.ShellCompDirective) {
 		return a.completeStates(cmd, nil, s)
 	})
-	_ = cmd.RegisterFlagCompletionFunc("image", func(cmd *cobra.Command, _ []string, s string) ([]string, cobra.ShellCompDirective) {
+	_ = cmd.RegisterFlagCompletionFunc("image", func(cmd *cobra.Command, _ []string, s string) ([]string,
+		cobra.ShellCompDirective) {
 		return a.completeImage(cmd, nil, s)
 	})
 	return cmd
@@ -148,9 +154,15 @@ func (o *groupRunOptions) check() (keep time.Duration, err error) {
 }
 
 // source finds what members are made of.
-func (o *groupRunOptions) source(ctx context.Context, secrets []runtime.Secret, svc runtime.Service, to *group.Options) error {
+func (o *groupRunOptions) source(
+	ctx context.Context, secrets []runtime.Secret, svc runtime.Service, to *group.Options,
+) error {
 	if o.Image != "" {
-		to.Create = &runtime.CreateRequest{Entrypoint: []string{}, Spec: runtime.Spec{Image: o.Image, Args: []string{"sleep", "2147483647"}, Init: true, Secrets: secrets}}
+		to.Create = &runtime.CreateRequest{
+			Entrypoint: []string{}, Spec: runtime.Spec{
+				Image: o.Image, Args: []string{"sleep", "2147483647"}, Init: true, Secrets: secrets,
+			},
+		}
 		return nil
 	}
 	to.Fork = runtime.ForkOptions{FilesOnly: o.FilesOnly, Secrets: secrets}
@@ -163,8 +175,13 @@ func (o *groupRunOptions) source(ctx context.Context, secrets []runtime.Secret, 
 	return err
 }
 
-func runGroup(ctx context.Context, opts groupRunOptions, keep time.Duration, secrets []runtime.Secret, command []string, svc runtime.Service, a *app) (err error) {
-	g := group.Options{Name: opts.Name, Count: opts.Count, Parallel: opts.Parallel, NoStop: !opts.FailFast, KeepFor: keep}
+func runGroup(
+	ctx context.Context, opts groupRunOptions, keep time.Duration, secrets []runtime.Secret, command []string,
+	svc runtime.Service, a *app,
+) (err error) {
+	g := group.Options{
+		Name: opts.Name, Count: opts.Count, Parallel: opts.Parallel, NoStop: !opts.FailFast, KeepFor: keep,
+	}
 	if err := opts.source(ctx, secrets, svc, &g); err != nil {
 		return err
 	}
@@ -194,7 +211,8 @@ func runGroup(ctx context.Context, opts groupRunOptions, keep time.Duration, sec
 		return both(err, perr)
 	}
 	if !rep.Expires.IsZero() {
-		fmt.Fprintf(a.stderr, "kept until %s; sooner: agentbox group rm %s\n", rep.Expires.Local().Format(time.DateTime), rep.Group)
+		fmt.Fprintf(a.stderr, "kept until %s; sooner: agentbox group rm %s\n",
+			rep.Expires.Local().Format(time.DateTime), rep.Group)
 	}
 	return err
 }
@@ -222,7 +240,8 @@ func printGroup(rep group.Report, scored bool, out io.Writer) error {
 	if err := t.flush(); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(out, "\n%d passed, %d failed, %d cancelled\n", rep.Count(group.Passed), rep.Count(group.Failed), rep.Count(group.Cancelled))
+	_, err := fmt.Fprintf(out, "\n%d passed, %d failed, %d cancelled\n", rep.Count(group.Passed),
+		rep.Count(group.Failed), rep.Count(group.Cancelled))
 	return err
 }
 
@@ -250,7 +269,10 @@ func newGroupLsCommand(a *app) *cobra.Command {
 					name:   func(g group.Group) string { return g.Name },
 					header: []string{"NAME", "MEMBERS", "RUNNING", "LEASE", "CREATED"},
 					row: func(g group.Group) []string {
-						return []string{g.Name, fmt.Sprint(len(g.Members)), fmt.Sprint(g.Running), shortID(g.Lease), ago(a.now(), g.Created)}
+						return []string{
+							g.Name, fmt.Sprint(len(g.Members)), fmt.Sprint(g.Running), shortID(g.Lease),
+							ago(a.now(), g.Created),
+						}
 					},
 				}.print(a.stdout, list)
 			})
@@ -272,12 +294,14 @@ keep it from the others.`,
 		Example:     "  agentbox group rm try7",
 		Annotations: exits(exitUsage, exitNotFound, exitBusy, exitDenied),
 		Args:        args(1, -1),
-		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) (names []string, _ cobra.ShellCompDirective) {
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) (names []string,
+			_ cobra.ShellCompDirective) {
 			a.ask(cmd, func(ctx context.Context, svc runtime.Service) error {
 				list, err := group.List(ctx, svc)
 				for _, g := range list {
 					if !slices.Contains(args, g.Name) {
-						names = append(names, cobra.CompletionWithDesc(g.Name, countText(int64(len(g.Members)), "member")))
+						names = append(names, cobra.CompletionWithDesc(g.Name,
+							countText(int64(len(g.Members)), "member")))
 					}
 				}
 				return err
@@ -286,7 +310,9 @@ keep it from the others.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return eachNamed(cmd.Context(), args, a.stdout, func(name string) error { return group.Remove(cmd.Context(), svc, name) })
+				return eachNamed(cmd.Context(), args, a.stdout, func(name string) error {
+					return group.Remove(cmd.Context(), svc, name)
+				})
 			})
 		},
 	}

@@ -66,7 +66,9 @@ func execIn(ctx context.Context, svc runtime.Service, m group.Member, command []
 }
 
 // scoreOf is what a command prints.
-func scoreOf(ctx context.Context, svc runtime.Service, m group.Member, command string, out *memberOutput) (_ string, err error) {
+func scoreOf(
+	ctx context.Context, svc runtime.Service, m group.Member, command string, out *memberOutput,
+) (_ string, err error) {
 	stderr := &lineWriter{out: out, to: out.stderr, prefix: m.Name}
 	defer func() { err = first(err, stderr.Close()) }()
 	var score boundedBuffer

@@ -16,7 +16,8 @@ func newHelpCommand() *cobra.Command {
 		Example:     "  agentbox help checkpoint ls",
 		Annotations: exits(exitUsage),
 		Args:        args(0, -1),
-		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) (names []string, _ cobra.ShellCompDirective) {
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) (names []string,
+			_ cobra.ShellCompDirective) {
 			parent, rest, err := cmd.Root().Find(args)
 			if err != nil || len(rest) > 0 {
 				return nil, noFiles
@@ -31,7 +32,9 @@ func newHelpCommand() *cobra.Command {
 		RunE: func(cmd *cobra.Command, args []string) error {
 			c, rest, err := cmd.Root().Find(args)
 			if err != nil || len(rest) > 0 {
-				return &usageError{err: fmt.Errorf("unknown command %q", strings.Join(args, " ")), cmd: cmd.Root().CommandPath()}
+				return &usageError{
+					err: fmt.Errorf("unknown command %q", strings.Join(args, " ")), cmd: cmd.Root().CommandPath(),
+				}
 			}
 			c.InitDefaultHelpFlag() // done by cobra only for what it executes
 			return c.Help()

@@ -36,7 +36,8 @@ func keysOf(t *testing.T, r result, code int) (keys []string, object map[string]
 
 func TestFork(t *testing.T) {
 	f := history()
-	try(t, f, "", strings.Fields("fork -n 2 --name w --files-only --no-start --label k=v run@before")...).want(t, 0, `NAME         ID             STATUS    ADDRESS     TOOK
+	try(t, f, "", strings.Fields("fork -n 2 --name w --files-only --no-start --label k=v run@before")...).want(t, 0,
+		`NAME         ID             STATUS    ADDRESS     TOOK
 run-fork-1   f0f0f0f0f0f0   running   10.88.0.7   42 ms
 run-fork-2   f1f1f1f1f1f1   running   10.88.0.7   42 ms
 
@@ -47,7 +48,10 @@ made anew:
 still shared with the origin:
   ssh host keys
 `)
-	want := runtime.ForkOptions{Checkpoint: "before", Count: 2, Names: []string{"w-1", "w-2"}, FilesOnly: true, NoStart: true, Labels: map[string]string{"k": "v"}}
+	want := runtime.ForkOptions{
+		Checkpoint: "before", Count: 2, Names: []string{"w-1", "w-2"}, FilesOnly: true, NoStart: true,
+		Labels: map[string]string{"k": "v"},
+	}
 	if d := cmp.Diff(want, f.forkOpts); d != "" {
 		t.Error(d)
 	}
@@ -60,11 +64,13 @@ still shared with the origin:
 		t.Error(d)
 	}
 	f.forks[1].Shared = nil
-	if r := try(t, f, "", "fork", "run"); !strings.Contains(r.stdout, "\nrun-fork-1, still shared with the origin:\n  ssh host keys\n\nrun-fork-2, made anew:\n") {
+	if r := try(t, f, "", "fork", "run"); !strings.Contains(r.stdout,
+		"\nrun-fork-1, still shared with the origin:\n  ssh host keys\n\nrun-fork-2, made anew:\n") {
 		t.Error(r.stdout)
 	}
 	keys, fork := keysOf(t, try(t, f, "", "fork", "--format", "json", "run"), 0)
-	if d := cmp.Diff([]string{"checkpoint", "reseeded", "sandbox", "shared", "took_ns"}, keys); d != "" || fork["took_ns"] != 42e6 {
+	if d := cmp.Diff([]string{"checkpoint", "reseeded", "sandbox", "shared", "took_ns"}, keys); d != "" ||
+		fork["took_ns"] != 42e6 {
 		t.Error(d, fork)
 	}
 	// Forks that exist in spite of an error must be reported.
@@ -83,19 +89,23 @@ func TestRestoreUndo(t *testing.T) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "--no-undo", "--salvage", "run", "good").want(t, 0, "run\n")
-	if want := (runtime.RestoreOptions{Checkpoint: "good", NoUndo: true, Salvage: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
+	if want := (runtime.RestoreOptions{
+		Checkpoint: "good", NoUndo: true, Salvage: true, Pull: f.reOpts.Pull,
+	}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "--undo", "run", "before").want(t, exitUsage, "", "exclude each other")
 	f.lost = []string{"/usr/lib/x", "/evil\n\x1b[31m"}
 	r := try(t, f, "", "restore", "--salvage", "run", "before")
-	r.want(t, exitCorrupt, "run\n", "lost: /usr/lib/x\nlost: /evil \uFFFD[31m\n", "agentbox: restore run: 2 paths of checkpoint 3f2a3f2a3f2a could not be restored: corrupt\n")
+	r.want(t, exitCorrupt, "run\n", "lost: /usr/lib/x\nlost: /evil \uFFFD[31m\n",
+		"agentbox: restore run: 2 paths of checkpoint 3f2a3f2a3f2a could not be restored: corrupt\n")
 	_, re := keysOf(t, try(t, f, "", "restore", "--salvage", "--format", "json", "run"), exitCorrupt)
 	if fmt.Sprint(re["lost"]) == "[]" || re["lost"] == nil {
 		t.Error(re)
 	}
 	// One whose host files could not be put tells all the same what was done.
-	f.lost, f.attached, f.hostErr = nil, []runtime.RestoredFile{{Path: "/etc/plan", Action: runtime.AttachedReturned}}, &runtime.Error{Op: "restore", ID: "run", Err: fmt.Errorf("the sandbox is restored, but: %w", runtime.ErrState)}
+	f.lost, f.attached, f.hostErr = nil, []runtime.RestoredFile{{Path: "/etc/plan", Action: runtime.AttachedReturned}},
+		&runtime.Error{Op: "restore", ID: "run", Err: fmt.Errorf("the sandbox is restored, but: %w", runtime.ErrState)}
 	try(t, f, "", "restore", "run").want(t, exitState, "", "the sandbox is restored, but: ")
 	_, re = keysOf(t, try(t, f, "", "restore", "--format", "json", "run"), exitState)
 	if got := fmt.Sprint(re["attached"]); got != "[map[action:returned path:/etc/plan]]" {
@@ -110,7 +120,8 @@ func TestRestoreUndo(t *testing.T) {
 
 func TestRestoreDryRun(t *testing.T) {
 	f := history()
-	try(t, f, "", "restore", "--dry-run", "--files-only", "run", "before").want(t, 0, `run would go back to checkpoint 3f2a3f2a3f2a (before): full, 12 files
+	try(t, f, "", "restore", "--dry-run", "--files-only", "run", "before").want(t, 0,
+		`run would go back to checkpoint 3f2a3f2a3f2a (before): full, 12 files
 
 CHANGE   PATH     SIZE           WHAT
 A        /a b     - -> 1.5kB     
@@ -129,7 +140,9 @@ processes that go on from the checkpoint:
 effects:
   2 connections are closed
 `)
-	if want := (runtime.RestoreOptions{Checkpoint: "before", FilesOnly: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
+	if want := (runtime.RestoreOptions{
+		Checkpoint: "before", FilesOnly: true, Pull: f.reOpts.Pull,
+	}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	if slices.ContainsFunc(f.calls, func(c string) bool { return strings.HasPrefix(c, "Restore") }) {
@@ -137,7 +150,10 @@ effects:
 	}
 	f.plan.Ends = nil
 	keys, p := keysOf(t, try(t, f, "", "restore", "--dry-run", "--format", "json", "run"), 0)
-	want := []string{"added", "begins", "bytes", "changes", "checkpoint", "compensates", "deleted", "effects", "ends", "modified", "recreates", "sandbox", "sandbox_name"}
+	want := []string{
+		"added", "begins", "bytes", "changes", "checkpoint", "compensates", "deleted", "effects", "ends", "modified",
+		"recreates", "sandbox", "sandbox_name",
+	}
 	if d := cmp.Diff(want, keys); d != "" || fmt.Sprint(p["ends"]) != "[]" || p["added"] != 2.0 {
 		t.Error(d, p)
 	}
@@ -149,7 +165,8 @@ func TestPinAndTag(t *testing.T) {
 	try(t, f, "", "checkpoint", "unpin", "run@before").want(t, 0, "run@before\n")
 	try(t, f, "", "checkpoint", "tag", "run@before", "v2").want(t, 0, "")
 	try(t, f, "", "checkpoint", "untag", "run@v2", "docker://x@v1").want(t, 0, "run@v2\ndocker://x@v1\n")
-	want := []string{"PinCheckpoint run@before true", "PinCheckpoint 9abc true", "Close", "PinCheckpoint run@before false", "Close",
+	want := []string{"PinCheckpoint run@before true", "PinCheckpoint 9abc true", "Close",
+		"PinCheckpoint run@before false", "Close",
 		"TagCheckpoint run@before v2", "Close", "UntagCheckpoint run@v2", "UntagCheckpoint docker://x@v1", "Close"}
 	if d := cmp.Diff(want, f.calls); d != "" {
 		t.Error(d)
@@ -174,7 +191,8 @@ func TestVerify(t *testing.T) {
 	f.checkpoints = append(f.checkpoints, runtime.Checkpoint{ID: "dead", Status: runtime.CheckpointFailed})
 	undo, ck := f.checkpoints[0], f.checkpoints[1]
 	try(t, f, "", "checkpoint", "verify", "before", "run").want(t, 0, "2 checkpoints whole: 10 pieces, 1kB\n")
-	if d := cmp.Diff([]runtime.VerifyOptions{{Checkpoints: []string{ck.ID, undo.ID}, ReadData: true}}, f.verifyOpts); d != "" {
+	if d := cmp.Diff([]runtime.VerifyOptions{{Checkpoints: []string{ck.ID, undo.ID}, ReadData: true}},
+		f.verifyOpts); d != "" {
 		t.Error(d)
 	}
 	try(t, f, "", "verify", "nope", "before").want(t, exitNotFound, "1 checkpoint whole: 10 pieces, 1kB\n", "nope")
@@ -183,16 +201,19 @@ func TestVerify(t *testing.T) {
 	try(t, f, "", "verify", "--rehearse").want(t, exitUsage, "", "needs the names of checkpoints")
 	f.checkpoints = f.checkpoints[:2]
 	f.damaged = []runtime.Damaged{damaged(ck)}
-	try(t, f, "", "verify").want(t, exitCorrupt, "damaged: 3f2a3f2a3f2a of run (before)\n  usr/lib/x : piece blake3:00\n1 checkpoint whole, 1 damaged: 10 pieces, 1kB\n",
+	try(t, f, "", "verify").want(t, exitCorrupt,
+		"damaged: 3f2a3f2a3f2a of run (before)\n  usr/lib/x : piece blake3:00\n1 checkpoint whole, 1 damaged: 10 pieces, 1kB\n",
 		"agentbox: verify: 1 of 2 checkpoints damaged: corrupt\n", "hint: 'agentbox restore --salvage")
 	keys, r := keysOf(t, try(t, f, "", "verify", "--format", "json"), exitCorrupt)
-	if d := cmp.Diff([]string{"bytes", "checkpoints", "damaged", "notes", "pieces", "unrestorable"}, keys); d != "" || fmt.Sprint(r["notes"]) != "[]" {
+	if d := cmp.Diff([]string{"bytes", "checkpoints", "damaged", "notes", "pieces", "unrestorable"}, keys); d != "" ||
+		fmt.Sprint(r["notes"]) != "[]" {
 		t.Error(d, r)
 	}
 	f.fail["Verify"] = errors.New("broken disk")
 	f.damaged = nil
 	try(t, f, "", "verify", "run").want(t, exitFailure, "2 checkpoints whole: 10 pieces, 1kB\n", "broken disk")
-	try(t, f, "", "store", "reindex").want(t, 0, "2 packs with 30 pieces; the records of 1 checkpoint made again\n", "warning: pack ab: cut off\n")
+	try(t, f, "", "store", "reindex").want(t, 0, "2 packs with 30 pieces; the records of 1 checkpoint made again\n",
+		"warning: pack ab: cut off\n")
 	try(t, f, "", "store", "frob").want(t, exitUsage, "", "unknown command")
 }
 
@@ -203,14 +224,19 @@ func TestPrune(t *testing.T) {
 remove   9abc9abc9abc            run       undo      2 seconds ago   1.23MB   no rule keeps it
 keep     3f2a3f2a3f2a   before   run       manual    3 seconds ago   1.23MB   pinned, last 1
 `
-	try(t, f, "", strings.Fields(line)...).want(t, 0, table+"dry run: 1 checkpoint removed, 1 kept, 3MB freed in 2 packs, 2MB left\n")
-	want := runtime.PruneOptions{Sandbox: "run", KeepLast: 1, KeepWithin: (9*24 + 12) * time.Hour, KeepHourly: 2, KeepDaily: 3, KeepWeekly: 4, MaxBytes: 10 << 30, DryRun: true}
+	try(t, f, "", strings.Fields(line)...).want(t, 0, table+
+		"dry run: 1 checkpoint removed, 1 kept, 3MB freed in 2 packs, 2MB left\n")
+	want := runtime.PruneOptions{
+		Sandbox: "run", KeepLast: 1, KeepWithin: (9*24 + 12) * time.Hour, KeepHourly: 2, KeepDaily: 3, KeepWeekly: 4,
+		MaxBytes: 10 << 30, DryRun: true,
+	}
 	if d := cmp.Diff([]runtime.PruneOptions{want}, f.pruneOpts); d != "" {
 		t.Error(d)
 	}
 	f.pruneOpts = nil
 	try(t, f, "", "prune").want(t, 0, table+"1 checkpoint removed, 3MB freed in 2 packs, 2MB left\n")
-	try(t, f, "", "prune", "--keep-last", "3").want(t, 0, table+"1 checkpoint removed, 1 kept, 3MB freed in 2 packs, 2MB left\n")
+	try(t, f, "", "prune", "--keep-last", "3").want(t, 0,
+		table+"1 checkpoint removed, 1 kept, 3MB freed in 2 packs, 2MB left\n")
 	if d := cmp.Diff([]runtime.PruneOptions{{}, {KeepLast: 3}}, f.pruneOpts); d != "" {
 		t.Error(d)
 	}
@@ -220,7 +246,8 @@ keep     3f2a3f2a3f2a   before   run       manual    3 seconds ago   1.23MB   pi
 	}
 	f.pruned.Kept = nil
 	keys, p := keysOf(t, try(t, f, "", "prune", "--format", "json"), 0)
-	if d := cmp.Diff([]string{"after", "before", "dry_run", "freed", "kept", "packs", "removed"}, keys); d != "" || fmt.Sprint(p["kept"]) != "[]" {
+	if d := cmp.Diff([]string{"after", "before", "dry_run", "freed", "kept", "packs", "removed"}, keys); d != "" ||
+		fmt.Sprint(p["kept"]) != "[]" {
 		t.Error(d, p)
 	}
 }
@@ -250,7 +277,9 @@ ID             NAME   FILES
 b20000000000   run    3MB
 `)
 	keys, _ := keysOf(t, try(t, f, "", "df", "--format", "json"), 0)
-	if d := cmp.Diff([]string{"checkpoints", "disk", "free", "logical", "packs", "pieces", "raw", "root", "sandboxes", "stored", "waste"}, keys); d != "" {
+	if d := cmp.Diff([]string{
+		"checkpoints", "disk", "free", "logical", "packs", "pieces", "raw", "root", "sandboxes", "stored", "waste",
+	}, keys); d != "" {
 		t.Error(d)
 	}
 	f.usage.Disk = runtime.DiskUsage{} // of an older service
@@ -261,7 +290,8 @@ Sandboxes     1       3MB
 1234 pieces in 3 packs; without the store the checkpoints would be 20MB, 10.0 times as much
 10GB free at /var/lib/agentbox
 `)
-	try(t, newFake(), "", "df").want(t, 0, "TYPE          TOTAL   SIZE   RECLAIMABLE\nCheckpoints   0       0B     0B\nSandboxes     0       0B     \n\n0B free at \n")
+	try(t, newFake(), "", "df").want(t, 0,
+		"TYPE          TOTAL   SIZE   RECLAIMABLE\nCheckpoints   0       0B     0B\nSandboxes     0       0B     \n\n0B free at \n")
 }
 
 func TestExport(t *testing.T) {
@@ -269,8 +299,10 @@ func TestExport(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "c.tar")
 	try(t, f, "", "checkpoint", "export", "run@before", "-").want(t, 0, "an archive of run@before")
-	try(t, f, "", "checkpoint", "export", "--compress", "gzip", "-r", "age1x", "--recipient", "age1y", "3f2a", file).want(t, 0, "")
-	if d := cmp.Diff(runtime.ExportOptions{Compress: "gzip", Recipients: []string{"age1x", "age1y"}}, f.exportOpts); d != "" {
+	try(t, f, "", "checkpoint", "export", "--compress", "gzip", "-r", "age1x", "--recipient", "age1y",
+		"3f2a", file).want(t, 0, "")
+	if d := cmp.Diff(runtime.ExportOptions{Compress: "gzip", Recipients: []string{"age1x", "age1y"}},
+		f.exportOpts); d != "" {
 		t.Error(d)
 	}
 	is := func(want string) {
@@ -306,17 +338,22 @@ func TestExport(t *testing.T) {
 	}
 	try(t, f, "", "checkpoint", "export", "3f2a", link).want(t, 0, "")
 	is("an archive of 3f2a")
-	try(t, f, "", "checkpoint", "export", "3f2a", filepath.Join(dir, "no", "x")).want(t, exitNotFound, "", "no such file")
+	try(t, f, "", "checkpoint", "export", "3f2a", filepath.Join(dir, "no", "x")).want(t,
+		exitNotFound, "", "no such file")
 	try(t, f, "", "checkpoint", "export", "3f2a", dir).want(t, exitFailure, "", "is a directory")
-	for _, args := range [][]string{{"3f2a"}, {"-o", "x", "3f2a", "y"}, {"-r", "", "3f2a", "y"}, {"--compress", "lzma", "3f2a", "y"}} {
-		try(t, f, "", append([]string{"checkpoint", "export"}, args...)...).want(t, exitUsage, "", "See 'agentbox checkpoint export --help'.")
+	for _, args := range [][]string{
+		{"3f2a"}, {"-o", "x", "3f2a", "y"}, {"-r", "", "3f2a", "y"}, {"--compress", "lzma", "3f2a", "y"},
+	} {
+		try(t, f, "", append([]string{"checkpoint", "export"}, args...)...).want(t, exitUsage, "",
+			"See 'agentbox checkpoint export --help'.")
 	}
 }
 
 func TestImportPushPull(t *testing.T) {
 	f := history()
 	id := strings.Repeat("77ab", 8) + "\n"
-	try(t, f, "an archive", "checkpoint", "import", "--name", "n", "--image", "busybox", "-i", "key.txt", "-").want(t, 0, id)
+	try(t, f, "an archive", "checkpoint", "import", "--name", "n", "--image", "busybox", "-i",
+		"key.txt", "-").want(t, 0, id)
 	wd, err := os.Getwd()
 	if err != nil {
 		t.Fatal(err)
@@ -337,7 +374,8 @@ func TestImportPushPull(t *testing.T) {
 	try(t, f, "", "checkpoint", "import", "--name", "a/b", file).want(t, exitUsage, "", "a name is")
 
 	ref := "reg.example.com/c:good"
-	try(t, f, "", "checkpoint", "push", "--plain-http", "run@before", ref).want(t, 0, ref+"@sha256:"+strings.Repeat("ab", 32)+"\n")
+	try(t, f, "", "checkpoint", "push", "--plain-http", "run@before", ref).want(t, 0,
+		ref+"@sha256:"+strings.Repeat("ab", 32)+"\n")
 	if !f.regOpts.PlainHTTP {
 		t.Error(f.regOpts)
 	}
@@ -392,7 +430,10 @@ func TestHistoryUsage(t *testing.T) {
 }
 
 func TestCheckpointEvery(t *testing.T) {
-	for text, want := range map[string]string{"exec": "exec", "5m": "5m0s", "1s": "1s", "1d": "24h0m0s", "1w2d3h4m": "219h4m0s", "exec,10m": "exec,10m0s", "1d,exec": "exec,24h0m0s"} {
+	for text, want := range map[string]string{
+		"exec": "exec", "5m": "5m0s", "1s": "1s", "1d": "24h0m0s", "1w2d3h4m": "219h4m0s", "exec,10m": "exec,10m0s",
+		"1d,exec": "exec,24h0m0s",
+	} {
 		f := newFake()
 		r := try(t, f, "", "create", "--checkpoint-every", text, "busybox")
 		if r.code != 0 || f.created[0].Spec.CheckpointEvery != want {
@@ -412,8 +453,14 @@ func patched() *fakeService {
 	f.diff.Changes = []runtime.Change{
 		{Path: "/a b", Change: "A", Type: "file", New: &runtime.FileState{Type: "file", Mode: "0644"},
 			Patch: "diff --git a/a b b/a b\nnew file mode 100644\n--- /dev/null\n+++ b/a b\t\n@@ -0,0 +1,2 @@\n+one\n+\x1b[31mtwo\xff\n"},
-		{Path: "/d", Change: "M", Type: "dir", What: []string{"mode"}, Old: &runtime.FileState{Type: "dir", Mode: "0755"}, New: &runtime.FileState{Type: "dir", Mode: "0711"}},
-		{Path: "/f", Change: "M", Type: "file", What: []string{"content"}, Patch: "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n same\n-old\n\\ No newline at end of file\n+new\n"},
+		{
+			Path: "/d", Change: "M", Type: "dir", What: []string{"mode"},
+			Old: &runtime.FileState{Type: "dir", Mode: "0755"}, New: &runtime.FileState{Type: "dir", Mode: "0711"},
+		},
+		{
+			Path: "/f", Change: "M", Type: "file", What: []string{"content"},
+			Patch: "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n same\n-old\n\\ No newline at end of file\n+new\n",
+		},
 		{Path: "/p", Change: "A", Type: "fifo", New: &runtime.FileState{Type: "fifo"}},
 	}
 	return f
@@ -444,7 +491,11 @@ func TestDiffPatch(t *testing.T) {
 	}
 	// In colour it is for eyes: nothing in a file drives the terminal.
 	r = try(t, f, "", "diff", "-p", "--color", "always", "run")
-	for _, s := range []string{"\x1b[1mdiff --git a/f b/f\x1b[m\n", "\x1b[36m@@ -1,2 +1,2 @@\x1b[m\n same\n\x1b[31m-old\x1b[m\n\\ No newline at end of file\n\x1b[32m+new\x1b[m\n", "\x1b[32m+\uFFFD[31mtwo\uFFFD\x1b[m\n"} {
+	for _, s := range []string{
+		"\x1b[1mdiff --git a/f b/f\x1b[m\n",
+		"\x1b[36m@@ -1,2 +1,2 @@\x1b[m\n same\n\x1b[31m-old\x1b[m\n\\ No newline at end of file\n\x1b[32m+new\x1b[m\n",
+		"\x1b[32m+\uFFFD[31mtwo\uFFFD\x1b[m\n",
+	} {
 		if !strings.Contains(r.stdout, s) {
 			t.Errorf("no %q in %q", s, r.stdout)
 		}
@@ -508,7 +559,9 @@ func TestHistoryOnTerminal(t *testing.T) {
 	p.expect("1 checkpoint removed")
 	p.end(0)
 
-	for _, args := range [][]string{{"prune", "-f", "--keep-last", "1"}, {"prune", "--dry-run", "--keep-last", "1"}, {"prune", "-f"}} {
+	for _, args := range [][]string{
+		{"prune", "-f", "--keep-last", "1"}, {"prune", "--dry-run", "--keep-last", "1"}, {"prune", "-f"},
+	} {
 		p = onPty(t, args...)
 		p.expect("3MB freed")
 		p.end(0)

@@ -27,8 +27,10 @@ func newImageCommand(a *app) *cobra.Command {
 		Args:        cobra.ArbitraryArgs,
 		RunE:        helpOrUnknown,
 	}
-	cmd.AddCommand(newImagePullCommand(a), newImagePushCommand(a), newImageImportCommand(a), newImageLsCommand(a), newImageInspectCommand(a), newImageHistoryCommand(a),
-		newImageTagCommand(a), newImageRmCommand(a), newImagePruneCommand(a), newImageVerifyCommand(a), newImageLoginCommand(a), newImageLogoutCommand(a))
+	cmd.AddCommand(newImagePullCommand(a), newImagePushCommand(a), newImageImportCommand(a), newImageLsCommand(a),
+		newImageInspectCommand(a), newImageHistoryCommand(a),
+		newImageTagCommand(a), newImageRmCommand(a), newImagePruneCommand(a), newImageVerifyCommand(a),
+		newImageLoginCommand(a), newImageLogoutCommand(a))
 	return cmd
 }
 
@@ -59,7 +61,9 @@ or with - a tar stream on stdin, and prints its digest.`,
 	}
 }
 
-func runImageImport(ctx context.Context, name, source string, svc runtime.Service, stdin io.Reader, stdout, stderr io.Writer) error {
+func runImageImport(
+	ctx context.Context, name, source string, svc runtime.Service, stdin io.Reader, stdout, stderr io.Writer,
+) error {
 	var im runtime.Image
 	var err error
 	if source == "-" {
@@ -116,7 +120,9 @@ func newImageLsCommand(a *app) *cobra.Command {
 	return cmd
 }
 
-func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, out, stderr io.Writer, now time.Time) error {
+func runImageLs(
+	ctx context.Context, opts imageLsOptions, svc runtime.Service, out, stderr io.Writer, now time.Time,
+) error {
 	images, err := svc.Images(ctx)
 	if err != nil {
 		return err
@@ -124,7 +130,8 @@ func runImageLs(ctx context.Context, opts imageLsOptions, svc runtime.Service, o
 	for i, im := range images {
 		images[i] = documentedImage(im)
 		if im.Damaged != "" {
-			warn(stderr, []string{fmt.Sprintf("image %s is damaged: %s; pull or import it again, or remove it", cmp.Or(im.Name, shortDigest(im.Digest)), im.Damaged)})
+			warn(stderr, []string{fmt.Sprintf("image %s is damaged: %s; pull or import it again, or remove it",
+				cmp.Or(im.Name, shortDigest(im.Digest)), im.Damaged)})
 		}
 	}
 

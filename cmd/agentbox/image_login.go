@@ -99,7 +99,8 @@ func (a *app) runImageLogin(ctx context.Context, registry string, opts imageLogi
 		return &runtime.Error{Op: "image login", ID: registry, Err: err}
 	}
 	if _, err = fmt.Fprintf(a.stdout, "Logged in; kept in %s\n", where); err == nil && os.Geteuid() != 0 {
-		_, err = fmt.Fprintln(stderr, "note: the service pulls and pushes with its own user's credentials, not with these: for those log in as root")
+		_, err = fmt.Fprintln(stderr,
+			"note: the service pulls and pushes with its own user's credentials, not with these: for those log in as root")
 	}
 	return err
 }

@@ -24,7 +24,8 @@ type transferOptions struct {
 
 func (o *transferOptions) addFlags(fl *pflag.FlagSet) {
 	addInsecure(fl, &o.Insecure)
-	fl.StringVar(&o.CertDir, "cert-dir", "", "`DIR` with the registry's authorities (*.crt) and our certificate (*.cert, *.key)")
+	fl.StringVar(&o.CertDir, "cert-dir", "",
+		"`DIR` with the registry's authorities (*.crt) and our certificate (*.cert, *.key)")
 	fl.StringVar(&o.AuthFile, "authfile", "", "`FILE` with credentials; default: that of 'docker login'")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`; default: when nothing comes any more")
 }
@@ -46,7 +47,8 @@ type pullPolicyOptions struct {
 
 func (o *pullPolicyOptions) addFlags(fl *pflag.FlagSet) {
 	o.Policy = string(image.PullMissing)
-	fl.Var(choice(&o.Policy, string(image.PullMissing), string(image.PullAlways), string(image.PullNever)), "pull", "pull the image: missing, always or never")
+	fl.Var(choice(&o.Policy, string(image.PullMissing), string(image.PullAlways), string(image.PullNever)), "pull",
+		"pull the image: missing, always or never")
 	addPlatform(fl, &o.Platform)
 	addInsecure(fl, &o.Insecure)
 }
@@ -54,7 +56,8 @@ func (o *pullPolicyOptions) addFlags(fl *pflag.FlagSet) {
 // addMissing adds those of a verb that knows which image it needs.
 func (o *pullPolicyOptions) addMissing(fl *pflag.FlagSet) {
 	o.Policy = string(image.PullMissing)
-	fl.Var(choice(&o.Policy, string(image.PullMissing), string(image.PullNever)), "pull", "pull the image of a removed sandbox: missing or never")
+	fl.Var(choice(&o.Policy, string(image.PullMissing), string(image.PullNever)), "pull",
+		"pull the image of a removed sandbox: missing or never")
 	addInsecure(fl, &o.Insecure)
 }
 
@@ -63,7 +66,9 @@ func addPlatform(fl *pflag.FlagSet, p *string) {
 }
 
 func (o *pullPolicyOptions) options() image.PullOptions {
-	return image.PullOptions{Policy: image.Policy(o.Policy), Source: image.SourceOptions{Platform: o.Platform, Insecure: o.Insecure}}
+	return image.PullOptions{
+		Policy: image.Policy(o.Policy), Source: image.SourceOptions{Platform: o.Platform, Insecure: o.Insecure},
+	}
 }
 
 type imagePullOptions struct {
@@ -79,7 +84,8 @@ func (o *imagePullOptions) addFlags(fl *pflag.FlagSet) {
 	addPlatform(fl, &o.Platform)
 	fl.StringVar(&o.MaxBytes, "max-size", "", "refuse images larger than `SIZE` as they travel; default: 64g")
 	o.Policy = string(image.PullAlways)
-	fl.Var(choice(&o.Policy, string(image.PullAlways), string(image.PullMissing)), "policy", "ask the registry: always, or only when it is missing here")
+	fl.Var(choice(&o.Policy, string(image.PullAlways), string(image.PullMissing)), "policy",
+		"ask the registry: always, or only when it is missing here")
 	o.Format = "digest"
 	fl.Var(choice(&o.Format, "digest", formatJSON), "format", "print as `FORMAT`: digest or json")
 }
@@ -111,14 +117,16 @@ With --format json it prints the image as 'image ls' does.
 		Annotations: exits(exitUsage, exitNotFound, exitCorrupt, exitDenied, exitUnsupported),
 		Args:        args(1, 1),
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
-			return a.imageNames(cmd, args, func(im runtime.Image) bool { return !im.Builtin }), cobra.ShellCompDirectiveNoSpace
+			return a.imageNames(cmd, args, func(im runtime.Image) bool { return !im.Builtin }),
+				cobra.ShellCompDirectiveNoSpace
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			pull := image.PullOptions{Policy: image.Policy(opts.Policy), Source: opts.source()}
 			pull.Source.Platform = opts.Platform
 			if opts.MaxBytes != "" {
 				var err error
-				if pull.Source.MaxBytes, err = units.RAMInBytes(opts.MaxBytes); err != nil || pull.Source.MaxBytes <= 0 {
+				if pull.Source.MaxBytes, err = units.RAMInBytes(opts.MaxBytes); err != nil ||
+					pull.Source.MaxBytes <= 0 {
 					return usageErrorf("--max-size %q: must be a size such as 2g", opts.MaxBytes)
 				}
 			}
@@ -132,7 +140,10 @@ With --format json it prints the image as 'image ls' does.
 	return cmd
 }
 
-func runImagePull(ctx context.Context, ref string, opts image.PullOptions, format string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runImagePull(
+	ctx context.Context, ref string, opts image.PullOptions, format string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {
@@ -205,7 +216,10 @@ oci:DIR[:TAG] (other images in DIR stay), oci-archive:FILE[:TAG], docker-archive
 	return cmd
 }
 
-func runImagePush(ctx context.Context, name, to string, opts image.SourceOptions, format string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runImagePush(
+	ctx context.Context, name, to string, opts image.SourceOptions, format string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {

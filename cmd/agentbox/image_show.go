@@ -45,7 +45,8 @@ func runImageInspect(ctx context.Context, names []string, svc runtime.Service, o
 	return inspectEach(ctx, names, out, func(name string) (runtime.ImageDetails, error) {
 		d, err := svc.InspectImage(ctx, name)
 		d.Image = documentedImage(d.Image)
-		d.Names, d.LayerList, d.History, d.UsedBy = notNull(d.Names), notNull(d.LayerList), notNull(d.History), notNull(d.UsedBy)
+		d.Names, d.LayerList, d.History, d.UsedBy = notNull(d.Names), notNull(d.LayerList),
+			notNull(d.History), notNull(d.UsedBy)
 		return d, err
 	})
 }
@@ -85,7 +86,9 @@ func (a *app) completeOneImage(cmd *cobra.Command, args []string, to string) ([]
 	return a.completeImages(cmd, args, to)
 }
 
-func runImageHistory(ctx context.Context, name string, opts imageHistoryOptions, svc runtime.Service, out io.Writer, now time.Time) error {
+func runImageHistory(
+	ctx context.Context, name string, opts imageHistoryOptions, svc runtime.Service, out io.Writer, now time.Time,
+) error {
 	d, err := svc.InspectImage(ctx, name)
 	if err != nil {
 		return err
@@ -186,7 +189,8 @@ func runImagePrune(ctx context.Context, opts imagePruneOptions, svc runtime.Serv
 			return err
 		}
 	}
-	_, err = fmt.Fprintf(out, "%s removed, %s freed\n", countText(int64(len(got.Removed)), "image"), sizeText(got.Freed))
+	_, err = fmt.Fprintf(out, "%s removed, %s freed\n", countText(int64(len(got.Removed)),
+		"image"), sizeText(got.Freed))
 	return err
 }
 

@@ -15,7 +15,10 @@ func TestImageVerbs(t *testing.T) {
 		stdout string
 	}{
 		{"image pull debian", "PullImage debian always  false 0", "sha256:pulled\n"},
-		{"image pull --policy missing --platform linux/arm64 --insecure --max-size 2g x", "PullImage x missing linux/arm64 true 2147483648", "sha256:pulled\n"},
+		{
+			"image pull --policy missing --platform linux/arm64 --insecure --max-size 2g x",
+			"PullImage x missing linux/arm64 true 2147483648", "sha256:pulled\n",
+		},
 		{"image push app", "PushImage app  false", "sha256:pushed\n"},
 		{"image push --insecure app oci:/x", "PushImage app oci:/x true", "sha256:pushed\n"},
 		{"image tag a b", "TagImage a b", ""},
@@ -23,7 +26,10 @@ func TestImageVerbs(t *testing.T) {
 		{"image prune --all --force", "PruneImages true", "sha256:gone\n1 image removed, 2kB freed\n"},
 		{"image verify a b", "VerifyImage a", "a\nb\n"},
 		{"image verify", "VerifyImage busybox", "busybox\n"},
-		{"commit -a me -m why -c x -c y run@before img", "Commit run@before img me why [x y] -62135596800", "sha256:made\n"},
+		{
+			"commit -a me -m why -c x -c y run@before img",
+			"Commit run@before img me why [x y] -62135596800", "sha256:made\n",
+		},
 	} {
 		f := boxes()
 		r := try(t, f, "", strings.Fields(c.line)...)
@@ -54,11 +60,15 @@ func TestLayerBars(t *testing.T) {
 	b := &layerBars{w: &out, width: 60, begun: time.Now()}
 	b.pull(image.Progress{Entries: 5}) // an import's
 	for i := range 10 {
-		b.pull(image.Progress{Layer: "sha256:" + strings.Repeat(string(rune('a'+i)), 64), Stage: image.StagePulling, Done: 5e6, Total: 10e6})
+		b.pull(image.Progress{
+			Layer: "sha256:" + strings.Repeat(string(rune('a'+i)), 64), Stage: image.StagePulling,
+			Done: 5e6, Total: 10e6,
+		})
 	}
 	b.push(image.SourceProgress{Digest: "sha256:there", There: true, Total: 7e6})
 	lines := b.text(time.Second)
-	if len(lines) != mostBars+2 || lines[0] != "sha256:aaaaaaaaaaaa [===============>              ] 5MB" || lines[mostBars] != "and 2 more" ||
+	if len(lines) != mostBars+2 || lines[0] != "sha256:aaaaaaaaaaaa [===============>              ] 5MB" ||
+		lines[mostBars] != "and 2 more" ||
 		lines[mostBars+1] != "1 of 11 layers, 57MB of 107MB, 57MB/s" {
 		t.Errorf("%q", lines)
 	}

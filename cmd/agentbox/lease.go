@@ -154,7 +154,8 @@ func printLeases(list []runtime.Lease, quiet bool, format string, now time.Time,
 		header: []string{"ID", "NAME", "OWNER", "EXPIRES", "SANDBOXES", "CHECKPOINTS", "CREATED", "STATE"},
 		row: func(l runtime.Lease) []string {
 			return []string{
-				shortID(l.ID), l.Name, ownerText(l), leaseExpiry(now, l), fmt.Sprint(len(l.Sandboxes)), fmt.Sprint(len(l.Checkpoints)),
+				shortID(l.ID), l.Name, ownerText(l), leaseExpiry(now, l), fmt.Sprint(len(l.Sandboxes)),
+				fmt.Sprint(len(l.Checkpoints)),
 				ago(now, l.Created), stateText(l),
 			}
 		},
@@ -299,7 +300,8 @@ func (a *app) completeLeases(cmd *cobra.Command, args []string, _ string) (names
 
 // completeLeaseFlag completes --lease.
 func (a *app) completeLeaseFlag(cmd *cobra.Command) {
-	_ = cmd.RegisterFlagCompletionFunc("lease", func(cmd *cobra.Command, _ []string, s string) ([]string, cobra.ShellCompDirective) {
+	_ = cmd.RegisterFlagCompletionFunc("lease", func(cmd *cobra.Command, _ []string, s string) ([]string,
+		cobra.ShellCompDirective) {
 		return a.completeLeases(cmd, nil, s)
 	})
 }

@@ -67,7 +67,9 @@ with children (ids), head, parent_deleted and forks (sandbox, sandbox_name) adde
 	return cmd
 }
 
-func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Service, out io.Writer, now time.Time) error {
+func runLog(
+	ctx context.Context, opts logOptions, sandbox string, svc runtime.Service, out io.Writer, now time.Time,
+) error {
 	all, err := svc.History(ctx, sandbox, runtime.HistoryOptions{All: opts.All})
 	if err != nil {
 		return err
@@ -95,7 +97,9 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 		return nil
 	}
 	id := idText(opts.NoTrunc)
-	header := []string{"CHECKPOINT", "NAME", "TAGS", "KIND", "CREATED", "SIZE", "ADDED", "TRIGGER", "FILES", "PROCESSES", "PARENT"}
+	header := []string{
+		"CHECKPOINT", "NAME", "TAGS", "KIND", "CREATED", "SIZE", "ADDED", "TRIGGER", "FILES", "PROCESSES", "PARENT",
+	}
 	if opts.All {
 		header = append(header, "STATUS")
 	}
@@ -137,7 +141,8 @@ func runLog(ctx context.Context, opts logOptions, sandbox string, svc runtime.Se
 			came = origin(ctx, c.Checkpoint, svc, id)
 		}
 		cells := []string{first, c.Name, strings.Join(c.Tags, ","), c.Kind, ago(now, c.Created),
-			sizeText(c.Bytes), sizeText(c.Added), c.Trigger, strconv.FormatInt(c.Files, 10), strconv.Itoa(c.Processes), came}
+			sizeText(c.Bytes), sizeText(c.Added), c.Trigger, strconv.FormatInt(c.Files, 10),
+			strconv.Itoa(c.Processes), came}
 		if opts.All {
 			cells = append(cells, c.Status)
 		}

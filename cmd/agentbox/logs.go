@@ -23,7 +23,8 @@ type logsOptions struct {
 func (o *logsOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.Follow, "follow", "f", false, "go on until the sandbox exits")
 	fl.StringVarP(&o.Tail, "tail", "n", "all", "only the last `LINES`, or all")
-	fl.StringVar(&o.Since, "since", "", "only what was printed since `TIME`: RFC 3339, Unix seconds, or a duration such as 10m")
+	fl.StringVar(&o.Since, "since", "",
+		"only what was printed since `TIME`: RFC 3339, Unix seconds, or a duration such as 10m")
 	fl.BoolVarP(&o.Timestamps, "timestamps", "t", false, "begin each line with its time")
 }
 
@@ -85,7 +86,9 @@ the order it was made. Output of 'agentbox exec' is not in it.`,
 	return cmd
 }
 
-func runLogs(ctx context.Context, opts runtime.LogOptions, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runLogs(
+	ctx context.Context, opts runtime.LogOptions, sandbox string, svc runtime.Service, stdout, stderr io.Writer,
+) error {
 	err := svc.Logs(ctx, sandbox, opts, stdout, stderr)
 	var stop signalError
 	if opts.Follow && errors.As(context.Cause(ctx), &stop) {

@@ -48,28 +48,34 @@ type mcpOptions struct {
 const everyTool = "tool"
 
 func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
-	fl.StringVar(&o.Listen, "listen", "", "serve HTTP on `ADDRESS`, 127.0.0.1:PORT or unix:///PATH, instead of stdin and stdout")
-	fl.StringVar(&o.TokenFile, "token-file", "", "`FILE` with the bearer token of HTTP clients (default: environment "+tokenVariable+", or one is made up and printed)")
+	fl.StringVar(&o.Listen, "listen", "",
+		"serve HTTP on `ADDRESS`, 127.0.0.1:PORT or unix:///PATH, instead of stdin and stdout")
+	fl.StringVar(&o.TokenFile, "token-file", "", "`FILE` with the bearer token of HTTP clients (default: environment "+
+		tokenVariable+", or one is made up and printed)")
 	fl.BoolVar(&o.NoToken, "no-token", false, "let everybody in who reaches the address")
 	fl.BoolVar(&o.AllowRemote, "allow-remote", false, "listen on an address that other hosts reach, unencrypted")
 	fl.Var(list(&o.Origins), "allow-origin", "web pages of this `ORIGIN` may connect; others may not")
 
 	fl.BoolVar(&o.ReadOnly, "read-only", false, "give only the tools that change nothing")
 	fl.BoolVar(&o.NoRestore, "no-restore", false, "leave restore to you")
-	fl.Var(choice(&o.Every, everyTool), "checkpoint-every", "take a checkpoint before each call that may change something: tool")
+	fl.Var(choice(&o.Every, everyTool), "checkpoint-every",
+		"take a checkpoint before each call that may change something: tool")
 	fl.BoolVar(&o.WholeSandbox, "whole-sandbox", false, "let file tools leave the working directory")
 
 	fl.BoolVar(&o.AllowCreate, "allow-create", false, "let the agent make sandboxes")
 	fl.Var(list(&o.Images), "image", "`IMAGE` that it may make them of, the first being the default; none: all")
 	fl.IntVar(&o.MaxSandboxes, "max-sandboxes", 8, "sandboxes and forks that it may have at a time")
-	fl.IntVar(&o.MaxKept, "max-checkpoints", 100, "keep this `NUMBER` of checkpoints that agents took of each sandbox; the oldest go")
+	fl.IntVar(&o.MaxKept, "max-checkpoints", 100,
+		"keep this `NUMBER` of checkpoints that agents took of each sandbox; the oldest go")
 	fl.StringVar(&o.MaxBytes, "max-checkpoint-bytes", "20g", "keep as many of them as take this `SIZE`")
 	fl.BoolVar(&o.Keep, "keep", false, "keep the sandboxes and forks that it made when the session ends")
 	fl.StringVarP(&o.create.Memory, "memory", "m", "", "memory limit `SIZE` of those it makes")
 	fl.StringVar(&o.create.CPUs, "cpus", "", "limit to this `NUMBER` of cores of those it makes")
 	fl.Int64Var(&o.create.Pids, "pids-limit", 0, "limit to this `NUMBER` of processes of those it makes; -1: none")
-	fl.Var(choice(&o.create.Network, runtime.NetworkNone, runtime.NetworkBridge, runtime.NetworkFiltered), "network", "`MODE` of those it makes: none (only lo), bridge, or filtered (out only by --egress); default: the policy's, bridge")
-	fl.Var(list(&o.create.Egress), "egress", "let those it makes out to `RULE` only, as 'agentbox run --egress' takes it")
+	fl.Var(choice(&o.create.Network, runtime.NetworkNone, runtime.NetworkBridge, runtime.NetworkFiltered), "network",
+		"`MODE` of those it makes: none (only lo), bridge, or filtered (out only by --egress); default: the policy's, bridge")
+	fl.Var(list(&o.create.Egress), "egress",
+		"let those it makes out to `RULE` only, as 'agentbox run --egress' takes it")
 	fl.StringVarP(&o.create.Workdir, "workdir", "w", "", "working directory `DIR` in those it makes")
 	fl.StringVarP(&o.create.User, "user", "u", "", "`USER[:GROUP]` in those it makes")
 	fl.VarP(list(&o.create.Env), "env", "e", "set `NAME=VALUE` in those it makes; NAME alone takes the caller's value")
@@ -78,8 +84,9 @@ func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
 // parse turns the flags and [SANDBOX] into what the server takes.
 func (o *mcpOptions) parse(args []string) (mcp.Options, error) {
 	opts := mcp.Options{
-		ReadOnly: o.ReadOnly, NoRestore: o.NoRestore, CheckpointEvery: o.Every == everyTool, WholeSandbox: o.WholeSandbox,
-		Keep: o.Keep, MaxSandboxes: o.MaxSandboxes, MaxCheckpoints: o.MaxKept, Version: version,
+		ReadOnly: o.ReadOnly, NoRestore: o.NoRestore, CheckpointEvery: o.Every == everyTool,
+		WholeSandbox: o.WholeSandbox,
+		Keep:         o.Keep, MaxSandboxes: o.MaxSandboxes, MaxCheckpoints: o.MaxKept, Version: version,
 	}
 	var err error
 	if opts.MaxCheckpointBytes, err = parseSize("--max-checkpoint-bytes", o.MaxBytes); err != nil {

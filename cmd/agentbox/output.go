@@ -122,7 +122,8 @@ func statusText(now time.Time, sb runtime.Sandbox) string {
 	case runtime.Paused:
 		return up + " (Paused)" + expiryText(now, sb)
 	case runtime.Exited:
-		return strings.TrimSpace(fmt.Sprintf("Exited (%d) %s", sb.ExitCode, ago(now, sb.Finished))) + expiryText(now, sb)
+		return strings.TrimSpace(fmt.Sprintf("Exited (%d) %s", sb.ExitCode,
+			ago(now, sb.Finished))) + expiryText(now, sb)
 	default:
 		return string(sb.Status)
 	}

@@ -104,7 +104,8 @@ default.yaml there is the policy of sandboxes for which nobody names one.`,
 		Args:        cobra.ArbitraryArgs,
 		RunE:        helpOrUnknown,
 	}
-	cmd.AddCommand(newPolicyLsCommand(a), newPolicyShowCommand(a), newPolicyCheckCommand(a), newPolicyExplainCommand(a), newPolicySchemaCommand(a))
+	cmd.AddCommand(newPolicyLsCommand(a), newPolicyShowCommand(a), newPolicyCheckCommand(a), newPolicyExplainCommand(a),
+		newPolicySchemaCommand(a))
 	return cmd
 }
 
@@ -178,7 +179,8 @@ func runPolicyShow(p *policy.Policy, format string, out io.Writer) error {
 	tree := p.Rules.Tree()
 	if format == formatJSON {
 		return printJSON(out, map[string]any{
-			"name": p.Name, "base": notNull(p.Base), "file": p.File, "description": p.Description, "digest": p.Rules.Digest(), "rules": tree,
+			"name": p.Name, "base": notNull(p.Base), "file": p.File, "description": p.Description,
+			"digest": p.Rules.Digest(), "rules": tree,
 		})
 	}
 	var text bytes.Buffer
@@ -341,7 +343,8 @@ func (a *app) completeOnePolicy(cmd *cobra.Command, args []string, _ string) ([]
 // completePolicyFlag registers the names of policies for --policy.
 func (a *app) completePolicyFlag(cmd *cobra.Command) {
 	// It fails only for a flag registered twice.
-	_ = cmd.RegisterFlagCompletionFunc("policy", func(cmd *cobra.Command, _ []string, _ string) ([]string, cobra.ShellCompDirective) {
+	_ = cmd.RegisterFlagCompletionFunc("policy", func(cmd *cobra.Command, _ []string, _ string) ([]string,
+		cobra.ShellCompDirective) {
 		return a.policyNames(cmd.Context(), nil), cobra.ShellCompDirectiveDefault
 	})
 }

@@ -119,16 +119,20 @@ func (p *progress) show(now time.Time) {
 
 // phaseTexts are what the line says.
 var phaseTexts = map[runtime.Phase]string{
-	runtime.PhaseFiles: "reading files", runtime.PhaseProcesses: "saving the processes", runtime.PhaseStoring: "storing",
-	runtime.PhaseSyncing: "waiting for the disk", runtime.PhaseImages: "laying out processes", runtime.PhaseLooking: "comparing files",
-	runtime.PhaseStaging: "laying out files", runtime.PhaseEffects: "running undo commands", runtime.PhaseStopping: "stopping",
-	runtime.PhasePutting: "exchanging files", runtime.PhaseProving: "proving files", runtime.PhaseStarting: "starting",
+	runtime.PhaseFiles: "reading files", runtime.PhaseProcesses: "saving the processes",
+	runtime.PhaseStoring: "storing",
+	runtime.PhaseSyncing: "waiting for the disk", runtime.PhaseImages: "laying out processes",
+	runtime.PhaseLooking: "comparing files",
+	runtime.PhaseStaging: "laying out files", runtime.PhaseEffects: "running undo commands",
+	runtime.PhaseStopping: "stopping",
+	runtime.PhasePutting:  "exchanging files", runtime.PhaseProving: "proving files", runtime.PhaseStarting: "starting",
 	runtime.PhaseHostFiles: "putting host files back", runtime.PhaseForking: "making forks",
 }
 
 // keepTexts are those of the checkpoint that a restore takes of what it replaces.
 var keepTexts = map[runtime.Phase]string{
-	runtime.PhaseFiles: "keeping the present files", runtime.PhaseProcesses: "keeping the present processes", runtime.PhaseStoring: "storing the present state",
+	runtime.PhaseFiles: "keeping the present files", runtime.PhaseProcesses: "keeping the present processes",
+	runtime.PhaseStoring: "storing the present state",
 }
 
 func (p *progress) stepLine(s runtime.Step, took time.Duration) string {

@@ -95,10 +95,16 @@ func TestStepLines(t *testing.T) {
 		took time.Duration
 		want string
 	}{
-		{"checkpoint", runtime.Step{Phase: runtime.PhaseFiles, Done: 2_000_000}, 2 * time.Second, "checkpoint: reading files: 2MB, 1MB/s"},
+		{
+			"checkpoint", runtime.Step{Phase: runtime.PhaseFiles, Done: 2_000_000}, 2 * time.Second,
+			"checkpoint: reading files: 2MB, 1MB/s",
+		},
 		{"checkpoint", runtime.Step{Phase: runtime.PhaseStoring, Total: 4}, 0, "checkpoint: storing:   0%  0B of 4B"},
 		{"restore", runtime.Step{Phase: runtime.PhaseStoring}, 0, "restore: storing the present state"},
-		{"fork", runtime.Step{Phase: runtime.PhaseForking, Done: 3_000_000, Total: 3_000_000}, time.Second, "fork: making forks: 100%  3MB of 3MB, 3MB/s"},
+		{
+			"fork", runtime.Step{Phase: runtime.PhaseForking, Done: 3_000_000, Total: 3_000_000}, time.Second,
+			"fork: making forks: 100%  3MB of 3MB, 3MB/s",
+		},
 		{"fork", runtime.Step{Phase: "new\x1b[2J"}, 0, "fork: new\uFFFD[2J"},
 	} {
 		if got := (&progress{what: c.what}).stepLine(c.step, c.took); got != c.want {

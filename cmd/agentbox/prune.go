@@ -33,7 +33,8 @@ type pruneOptions struct {
 
 func (o *pruneOptions) addFlags(fl *pflag.FlagSet) {
 	fl.IntVar(&o.KeepLast, "keep-last", 0, "keep the newest `N` of each sandbox; here and below, -1 is all")
-	fl.StringVar(&o.KeepWithin, "keep-within", "", "keep those at most `DURATION` older than the newest, e.g. 12h, 2d, 1w")
+	fl.StringVar(&o.KeepWithin, "keep-within", "",
+		"keep those at most `DURATION` older than the newest, e.g. 12h, 2d, 1w")
 	fl.IntVar(&o.KeepHourly, "keep-hourly", 0, "keep the newest of each of the last `N` hours that have any")
 	fl.IntVar(&o.KeepDaily, "keep-daily", 0, "keep the newest of each of the last `N` days that have any")
 	fl.IntVar(&o.KeepWeekly, "keep-weekly", 0, "keep the newest of each of the last `N` weeks that have any")
@@ -44,7 +45,10 @@ func (o *pruneOptions) addFlags(fl *pflag.FlagSet) {
 }
 
 func (o *pruneOptions) parse() (opts runtime.PruneOptions, err error) {
-	opts = runtime.PruneOptions{KeepLast: o.KeepLast, KeepHourly: o.KeepHourly, KeepDaily: o.KeepDaily, KeepWeekly: o.KeepWeekly, DryRun: o.DryRun}
+	opts = runtime.PruneOptions{
+		KeepLast: o.KeepLast, KeepHourly: o.KeepHourly, KeepDaily: o.KeepDaily,
+		KeepWeekly: o.KeepWeekly, DryRun: o.DryRun,
+	}
 	for _, f := range []struct {
 		flag string
 		n    int
@@ -117,11 +121,15 @@ rest), dry_run.`,
 
 // hasRules reports whether checkpoints may go.
 func hasRules(o runtime.PruneOptions) bool {
-	return o.KeepLast != 0 || o.KeepWithin > 0 || o.KeepHourly != 0 || o.KeepDaily != 0 || o.KeepWeekly != 0 || o.MaxBytes > 0
+	return o.KeepLast != 0 || o.KeepWithin > 0 || o.KeepHourly != 0 || o.KeepDaily != 0 ||
+		o.KeepWeekly != 0 || o.MaxBytes > 0
 }
 
 // confirmPrune shows what would go and asks whether it shall.
-func confirmPrune(ctx context.Context, opts runtime.PruneOptions, svc runtime.Service, stdin *os.File, stderr io.Writer, now time.Time) (bool, error) {
+func confirmPrune(
+	ctx context.Context, opts runtime.PruneOptions, svc runtime.Service, stdin *os.File,
+	stderr io.Writer, now time.Time,
+) (bool, error) {
 	opts.DryRun = true
 	plan, err := svc.Prune(ctx, opts)
 	ready := func(p runtime.PrunedCheckpoint) bool { return p.Checkpoint.Status == runtime.CheckpointReady }
@@ -157,7 +165,10 @@ func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer, otherwise 
 	}
 }
 
-func runPrune(ctx context.Context, opts runtime.PruneOptions, format string, svc runtime.Service, stdout, stderr io.Writer, now time.Time) error {
+func runPrune(
+	ctx context.Context, opts runtime.PruneOptions, format string, svc runtime.Service, stdout,
+	stderr io.Writer, now time.Time,
+) error {
 	update, end := watch(stderr, "prune")
 	defer end()
 	opts.Progress = update
@@ -201,7 +212,8 @@ func printPruned(p runtime.Pruned, out io.Writer, now time.Time) error {
 	t := newTable(out, "ACTION", "ID", "NAME", "SANDBOX", "TRIGGER", "CREATED", "SIZE", "REASONS")
 	for _, r := range rows {
 		c := r.Checkpoint
-		t.row(r.action, shortID(c.ID), c.Name, c.SandboxName, c.Trigger, ago(now, c.Created), sizeText(c.Bytes), strings.Join(r.Reasons, ", "))
+		t.row(r.action, shortID(c.ID), c.Name, c.SandboxName, c.Trigger, ago(now, c.Created), sizeText(c.Bytes),
+			strings.Join(r.Reasons, ", "))
 	}
 	return t.flush()
 }
@@ -214,7 +226,8 @@ func pruneSummary(p runtime.Pruned, rules bool) string {
 	if rules {
 		s = append(s, fmt.Sprintf("%d kept", len(p.Kept)))
 	}
-	s = append(s, fmt.Sprintf("%s freed in %s", sizeText(p.Freed), countText(int64(p.Packs), "pack")), sizeText(p.After)+" left")
+	s = append(s, fmt.Sprintf("%s freed in %s", sizeText(p.Freed), countText(int64(p.Packs), "pack")),
+		sizeText(p.After)+" left")
 	text := strings.Join(s, ", ")
 	if p.DryRun {
 		text = "dry run: " + text

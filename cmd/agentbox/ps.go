@@ -25,7 +25,8 @@ func (o *psOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.All, "all", "a", false, "created and exited ones too")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "ids only")
 	fl.BoolVar(&o.NoTrunc, "no-trunc", false, "whole ids and commands")
-	fl.Var(list(&o.Filters), "filter", "only those with `KEY=VALUE`: name=PART, id=PREFIX, group=NAME, lease=LEASE, label=KEY[=VALUE], status=STATUS; of one key but label any, of several keys all have to match")
+	fl.Var(list(&o.Filters), "filter",
+		"only those with `KEY=VALUE`: name=PART, id=PREFIX, group=NAME, lease=LEASE, label=KEY[=VALUE], status=STATUS; of one key but label any, of several keys all have to match")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -69,7 +70,9 @@ func runPs(ctx context.Context, opts psOptions, svc runtime.Service, out io.Writ
 	if err != nil {
 		return err
 	}
-	opts.All = opts.All || slices.ContainsFunc(opts.Filters, func(f string) bool { return strings.HasPrefix(f, "status=") })
+	opts.All = opts.All || slices.ContainsFunc(opts.Filters, func(f string) bool {
+		return strings.HasPrefix(f, "status=")
+	})
 	shown := []runtime.Sandbox{}
 	for _, sb := range all {
 		if !match(sb) {

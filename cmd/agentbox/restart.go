@@ -35,6 +35,8 @@ func newRestartCommand(a *app) *cobra.Command {
 	return cmd
 }
 
-func runRestart(ctx context.Context, timeout time.Duration, sandboxes []string, svc runtime.Service, out io.Writer) error {
+func runRestart(
+	ctx context.Context, timeout time.Duration, sandboxes []string, svc runtime.Service, out io.Writer,
+) error {
 	return eachNamed(ctx, sandboxes, out, func(name string) error { return svc.Restart(ctx, name, timeout) })
 }

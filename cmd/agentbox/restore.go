@@ -35,8 +35,10 @@ type restoreOptions struct {
 }
 
 func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
-	fl.BoolVar(&o.FilesOnly, "files-only", false, "leave the processes of a full checkpoint out; the command starts afresh")
-	fl.BoolVar(&o.Verify, "verify", false, "read every file, trusting no unchanged times, and prove them against the checkpoint before anything runs")
+	fl.BoolVar(&o.FilesOnly, "files-only", false,
+		"leave the processes of a full checkpoint out; the command starts afresh")
+	fl.BoolVar(&o.Verify, "verify", false,
+		"read every file, trusting no unchanged times, and prove them against the checkpoint before anything runs")
 	fl.BoolVar(&o.Undo, "undo", false, "take the last restore back: to the state that it replaced")
 	fl.BoolVar(&o.NoUndo, "no-undo", false, "keep no undo checkpoint of the present state")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
@@ -45,10 +47,13 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 	fl.VarP(list(&o.Labels), "label", "l", "without CHECKPOINT: the newest ready one with this label `KEY=VALUE`")
 	fl.BoolVar(&o.NoEffects, "no-effects", false, "run no undo commands of effects; they stay on the ledger")
 	fl.BoolVar(&o.NoAttach, "no-attached", false, "leave the host files alone that belong to the checkpoint")
-	fl.BoolVar(&o.Attached, "attached", false, "put host files back, too, of a checkpoint that was imported or pulled, or whose sandbox was removed")
-	fl.Var(choice(&o.Strategy, runtime.Strategies...), "strategy", "how to restore, and what to do when that fails: `STRATEGY` is auto, files, full or recreate (default: once, as the checkpoint is)")
+	fl.BoolVar(&o.Attached, "attached", false,
+		"put host files back, too, of a checkpoint that was imported or pulled, or whose sandbox was removed")
+	fl.Var(choice(&o.Strategy, runtime.Strategies...), "strategy",
+		"how to restore, and what to do when that fails: `STRATEGY` is auto, files, full or recreate (default: once, as the checkpoint is)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 60s")
-	fl.StringVar(&o.Alert, "alert", "", "when it fails for good, run `PROGRAM` (an absolute path), or post to an http or https URL")
+	fl.StringVar(&o.Alert, "alert", "",
+		"when it fails for good, run `PROGRAM` (an absolute path), or post to an http or https URL")
 	fl.StringVar(&o.AlertKey, "alert-secret", "", "sign what is posted with the key in `FILE`, which is root's alone")
 	o.secrets.addFlags(fl)
 	o.grants.addFlags(fl)
@@ -132,7 +137,8 @@ its host files could not be put back it prints that object, too, and fails.`,
   agentbox restore --files-only --trust-spec c 3f2a
   agentbox restore --undo c
   agentbox restore --format json c | jq .down_ns`,
-		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
+			exitDenied, exitUnsupported),
 		Args:              args(1, 2),
 		ValidArgsFunction: a.completeRestore,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -151,7 +157,13 @@ its host files could not be put back it prints that object, too, and fails.`,
 			if err != nil {
 				return err
 			}
-			ro := runtime.RestoreOptions{Foreign: opts.grants.Foreign, Grants: grants, Trigger: opts.Trigger, Labels: labels, Secrets: secrets, FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo, Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach, Strategy: opts.Strategy, Timeout: opts.Timeout, Alert: opts.Alert, AlertSecret: opts.AlertKey, Pull: opts.pull.options()}
+			ro := runtime.RestoreOptions{
+				Foreign: opts.grants.Foreign, Grants: grants, Trigger: opts.Trigger, Labels: labels, Secrets: secrets,
+				FilesOnly: opts.FilesOnly, Verify: opts.Verify, Undo: opts.Undo, NoUndo: opts.NoUndo,
+				Salvage: opts.Salvage, NoEffects: opts.NoEffects, Attached: opts.Attached, NoAttached: opts.NoAttach,
+				Strategy: opts.Strategy, Timeout: opts.Timeout, Alert: opts.Alert, AlertSecret: opts.AlertKey,
+				Pull: opts.pull.options(),
+			}
 			if opts.Attached && opts.NoAttach {
 				return usageErrorf("--attached and --no-attached exclude each other")
 			}
@@ -184,11 +196,14 @@ its host files could not be put back it prints that object, too, and fails.`,
 }
 
 // admitRestore shows what a restore would make of a checkpoint from elsewhere, and has it be of that one.
-func (a *app) admitRestore(ctx context.Context, sandbox string, ro *runtime.RestoreOptions, o grantOptions, svc runtime.Service) error {
+func (a *app) admitRestore(
+	ctx context.Context, sandbox string, ro *runtime.RestoreOptions, o grantOptions, svc runtime.Service,
+) error {
 	if ro.Undo {
 		return nil
 	}
-	c, err := chosen(ctx, svc, sandbox, ro.Checkpoint, o, runtime.CheckpointFilter{Trigger: ro.Trigger, Labels: ro.Labels})
+	c, err := chosen(ctx, svc, sandbox, ro.Checkpoint, o,
+		runtime.CheckpointFilter{Trigger: ro.Trigger, Labels: ro.Labels})
 	if err != nil || c.ID == "" || !c.Foreign && !o.TrustSpec {
 		return err
 	}
@@ -201,7 +216,10 @@ func (a *app) admitRestore(ctx context.Context, sandbox string, ro *runtime.Rest
 	return a.admitForeign(ctx, c, o)
 }
 
-func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runRestore(
+	ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service,
+	stdout, stderr io.Writer,
+) error {
 	update, end := watchSteps(stderr, "restore")
 	defer end()
 	opts.Progress = update
@@ -238,7 +256,8 @@ func runRestore(ctx context.Context, opts runtime.RestoreOptions, format, sandbo
 		fmt.Fprintf(stderr, "lost: %s\n", oneLine(what))
 	}
 	return both(&runtime.Error{Op: "restore", ID: sandbox,
-		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"), shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
+		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"),
+			shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
 }
 
 func restoreSummary(r runtime.Restored) string {

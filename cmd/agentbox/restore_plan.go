@@ -11,7 +11,9 @@ import (
 )
 
 // runRestorePlan is restore --dry-run.
-func runRestorePlan(ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout io.Writer) error {
+func runRestorePlan(
+	ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout io.Writer,
+) error {
 	p, err := svc.PlanRestore(ctx, sandbox, opts)
 	if err != nil {
 		return err
@@ -19,7 +21,8 @@ func runRestorePlan(ctx context.Context, opts runtime.RestoreOptions, format, sa
 	out := bufio.NewWriter(stdout)
 	if format == formatJSON {
 		p.Checkpoint = documentedCheckpoint(p.Checkpoint)
-		p.Changes, p.Ends, p.Begins, p.Effects = notNull(p.Changes), notNull(p.Ends), notNull(p.Begins), notNull(p.Effects)
+		p.Changes, p.Ends, p.Begins, p.Effects = notNull(p.Changes), notNull(p.Ends),
+			notNull(p.Begins), notNull(p.Effects)
 		p.Compensates = notNull(p.Compensates)
 		err = printJSON(out, p)
 	} else {
@@ -31,7 +34,10 @@ func runRestorePlan(ctx context.Context, opts runtime.RestoreOptions, format, sa
 	return out.Flush()
 }
 
-var attachedText = map[string]string{runtime.AttachedPut: "write", runtime.AttachedRemoved: "remove", runtime.AttachedSame: "same", runtime.AttachedLeft: "leave"}
+var attachedText = map[string]string{
+	runtime.AttachedPut: "write", runtime.AttachedRemoved: "remove", runtime.AttachedSame: "same",
+	runtime.AttachedLeft: "leave",
+}
 
 func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
 	c := p.Checkpoint
@@ -69,7 +75,8 @@ func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
 			if f.Group != "" {
 				group = " [" + f.Group + "]"
 			}
-			fmt.Fprintf(out, "  %s%s: %s (on failure: %s)\n", printable(effectText(f)), printable(group), oneLine(strings.Join(f.Command, " ")), f.OnFailure)
+			fmt.Fprintf(out, "  %s%s: %s (on failure: %s)\n", printable(effectText(f)), printable(group),
+				oneLine(strings.Join(f.Command, " ")), f.OnFailure)
 		}
 	}
 	if len(p.Attached) > 0 {

@@ -51,7 +51,9 @@ removed by its full id, with --force.`,
 func runRm(ctx context.Context, opts rmOptions, sandboxes []string, svc runtime.Service, out, stderr io.Writer) error {
 	return eachNamed(ctx, sandboxes, out, func(name string) error {
 		left := warnOutstanding(ctx, name, opts.Checkpoints, svc)
-		if err := svc.Remove(ctx, name, runtime.RemoveOptions{Force: opts.Force, Checkpoints: opts.Checkpoints}); err != nil {
+		if err := svc.Remove(ctx, name, runtime.RemoveOptions{
+			Force: opts.Force, Checkpoints: opts.Checkpoints,
+		}); err != nil {
 			return err
 		}
 		warn(stderr, left)

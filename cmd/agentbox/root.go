@@ -43,10 +43,13 @@ type globals struct {
 }
 
 func (g *globals) addFlags(fl *pflag.FlagSet) {
-	fl.StringVar(&g.Root, "root", "", "keep all state in `DIR` (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
+	fl.StringVar(&g.Root, "root", "",
+		"keep all state in `DIR` (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
 	g.LogLevel = "warn"
-	fl.Var(choice(&g.LogLevel, "debug", "info", "warn", "error"), "log-level", "log to stderr from this `LEVEL` on: debug, info, warn, error")
-	fl.StringVar(&g.Backend, "backend", "", "what runs new sandboxes' containers: oci, docker, containerd (environment AGENTBOX_BACKEND; default oci)")
+	fl.Var(choice(&g.LogLevel, "debug", "info", "warn", "error"), "log-level",
+		"log to stderr from this `LEVEL` on: debug, info, warn, error")
+	fl.StringVar(&g.Backend, "backend", "",
+		"what runs new sandboxes' containers: oci, docker, containerd (environment AGENTBOX_BACKEND; default oci)")
 }
 
 // resolve fills what the flags left empty from the environment, late, so that the help shows the
@@ -153,9 +156,10 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
   agentbox restore c`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
-		Annotations:   exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported, exitCommand, exitSignal),
-		Args:          cobra.ArbitraryArgs,
-		RunE:          helpOrUnknown,
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported,
+			exitCommand, exitSignal),
+		Args: cobra.ArbitraryArgs,
+		RunE: helpOrUnknown,
 		PersistentPreRunE: func(cmd *cobra.Command, _ []string) error {
 			var level slog.Level
 			if err := level.UnmarshalText([]byte(a.globals.LogLevel)); err != nil {
@@ -191,14 +195,18 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		}
 	}
 	add(groupSandbox,
-		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a), newTopCommand(a), newInspectCommand(a),
+		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a),
+		newTopCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
-		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a), newCpCommand(a), newMCPCommand(a),
+		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a),
+		newCpCommand(a), newMCPCommand(a),
 		newUpdateCommand(a), newEventsCommand(a), newReleaseCommand(a), newLeaseCommand(a), newGroupCommand(a))
-	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a), newDiffCommand(a), newApplyCommand(a), newEffectCommand(a),
+	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a),
+		newDiffCommand(a), newApplyCommand(a), newEffectCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
-	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a), newCompletionCommand(a), newServeCommand(a), newAuditCommand(a))
+	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a),
+		newCompletionCommand(a), newServeCommand(a), newAuditCommand(a))
 	add(groupHost, newPolicyCommand(a), newDockerPluginCommand(a), newVolumeCommand(a))
 	cmd.AddCommand(newReapCommand(a), newMonitorCommand(), newEgressCommand(a), newSuperviseCommand(a),
 		newLeaveHostCommand(a), newManCommand())

@@ -106,11 +106,14 @@ func TestEngine(t *testing.T) {
 
 // throughService are the scripts that the service runs, too: every kind of stream
 // and of error.
-var throughService = []string{"attach", "audit", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "signals"}
+var throughService = []string{
+	"attach", "audit", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "signals",
+}
 
 // serve runs the service of a script, and has commands use it.
 func serve(env *testscript.Env, agentbox string) error {
-	ready, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(env.WorkDir, "ready"), Net: "unixgram"})
+	ready, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(env.WorkDir,
+		"ready"), Net: "unixgram"})
 	if err != nil {
 		return err
 	}
@@ -325,13 +328,16 @@ func leftovers(root string) (left []string) {
 		"supervised":         nil,
 		"checkpoints":        {"failed"},
 		"checkpoints/failed": nil,
-		"run":                {"runc", "exits", "tmp", "restore", "paused", "lock", "userns.json", "agentbox.sock", "agentbox.sock.lock", "requests"},
-		"run/lock":           nil,
-		"run/paused":         nil,
-		"run/restore":        nil,
-		"run/runc":           nil,
-		"run/tmp":            nil,
-		"images/tmp":         nil,
+		"run": {
+			"runc", "exits", "tmp", "restore", "paused", "lock", "userns.json", "agentbox.sock",
+			"agentbox.sock.lock", "requests",
+		},
+		"run/lock":    nil,
+		"run/paused":  nil,
+		"run/restore": nil,
+		"run/runc":    nil,
+		"run/tmp":     nil,
+		"images/tmp":  nil,
 	} {
 		entries, err := os.ReadDir(filepath.Join(root, dir))
 		if err != nil && !os.IsNotExist(err) {

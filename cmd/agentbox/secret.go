@@ -13,7 +13,8 @@ import (
 type secretOptions []string
 
 func (o *secretOptions) addFlags(fl *pflag.FlagSet) {
-	fl.Var(list((*[]string)(o)), "secret", "a file /run/secrets/NAME, in memory only: `NAME=file:PATH`, NAME=env:VARIABLE, or as docker takes it")
+	fl.Var(list((*[]string)(o)), "secret",
+		"a file /run/secrets/NAME, in memory only: `NAME=file:PATH`, NAME=env:VARIABLE, or as docker takes it")
 }
 
 func (o secretOptions) parse() (secrets []runtime.Secret, err error) {

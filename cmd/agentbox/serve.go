@@ -83,7 +83,9 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 				return err
 			}
 			if local.Adopts(g.Backend) {
-				return &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: backend %s makes no sandboxes, which is what --backend is for", runtime.ErrUnsupported, g.Backend),
+				return &runtime.Error{Op: "serve",
+					Err: fmt.Errorf("%w: backend %s makes no sandboxes, which is what --backend is for",
+						runtime.ErrUnsupported, g.Backend),
 					Hint: fmt.Sprintf("Serve without it: %s://NAME is served with any backend.", g.Backend)}
 			}
 			if !cmd.Flags().Changed("log-level") { // so that requests are logged
@@ -103,11 +105,14 @@ Started by systemd it takes its socket from there, and tells when it is ready.`,
 		},
 	}
 	fl := cmd.Flags()
-	fl.Var(list(&opts.Listen), "listen", "`unix://PATH` of the socket (default: agentbox.sock in /run/agentbox, or in run of --root), or tcp://HOST:PORT beside it")
+	fl.Var(list(&opts.Listen), "listen",
+		"`unix://PATH` of the socket (default: agentbox.sock in /run/agentbox, or in run of --root), or tcp://HOST:PORT beside it")
 	fl.StringVar(&opts.TLS.Cert, "tls-cert", "", "for TCP: `FILE` with the certificate of this service, in PEM")
 	fl.StringVar(&opts.TLS.Key, "tls-key", "", "for TCP: `FILE` with its key")
-	fl.StringVar(&opts.TLS.CA, "tls-client-ca", "", "for TCP: `FILE` with the authority that signs callers' certificates")
-	fl.IntVar(&opts.Turns, "turns", 0, "at most `N` heavy verbs (create, checkpoint, restore, rm and such) at work at a time, while others wait; 0: as many as there are processors, and at least 2")
+	fl.StringVar(&opts.TLS.CA, "tls-client-ca", "",
+		"for TCP: `FILE` with the authority that signs callers' certificates")
+	fl.IntVar(&opts.Turns, "turns", 0,
+		"at most `N` heavy verbs (create, checkpoint, restore, rm and such) at work at a time, while others wait; 0: as many as there are processors, and at least 2")
 	opts.upkeepOptions.addFlags(fl)
 	completeFlags(cmd)
 	return cmd
@@ -166,7 +171,9 @@ func socketPath(what, s string) (string, error) {
 	return p, nil
 }
 
-func (a *app) serve(ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener, o serveOptions) (err error) {
+func (a *app) serve(
+	ctx context.Context, g globals, socket string, svc runtime.Service, more []net.Listener, o serveOptions,
+) (err error) {
 	served := false
 	defer func() {
 		for _, l := range more {
@@ -245,7 +252,8 @@ func listener(socket string) (*net.UnixListener, error) {
 	}
 	l, ok := given[0].(*net.UnixListener)
 	if !ok {
-		return nil, fmt.Errorf("%w: systemd passes %s, a unix socket is expected", runtime.ErrInvalid, given[0].Addr().Network())
+		return nil, fmt.Errorf("%w: systemd passes %s, a unix socket is expected", runtime.ErrInvalid,
+			given[0].Addr().Network())
 	}
 	l.SetUnlinkOnClose(false) // it is systemd's
 	return l, nil
@@ -316,10 +324,16 @@ func connect(ctx context.Context, g globals) (svc *api.Client, insist bool, err 
 		socket, insist = host, true
 		address, err := tcpAddress(hostVariable, host)
 		if err == nil {
-			c, err = api.DialTLS(address, api.TLSFiles{Cert: os.Getenv("AGENTBOX_TLS_CERT"), Key: os.Getenv("AGENTBOX_TLS_KEY"), CA: os.Getenv("AGENTBOX_TLS_CA")})
+			c, err = api.DialTLS(address, api.TLSFiles{
+				Cert: os.Getenv("AGENTBOX_TLS_CERT"), Key: os.Getenv("AGENTBOX_TLS_KEY"),
+				CA: os.Getenv("AGENTBOX_TLS_CA"),
+			})
 		}
 		if err != nil {
-			return nil, true, &runtime.Error{Op: "service " + host, Err: err, Hint: "AGENTBOX_TLS_CERT, AGENTBOX_TLS_KEY and AGENTBOX_TLS_CA name the files."}
+			return nil, true, &runtime.Error{
+				Op: "service " + host, Err: err,
+				Hint: "AGENTBOX_TLS_CERT, AGENTBOX_TLS_KEY and AGENTBOX_TLS_CA name the files.",
+			}
 		}
 	case host != "" && !g.rootFlag:
 		if socket, err = socketPath(hostVariable, host); err != nil {

@@ -116,11 +116,13 @@ func TestMember(t *testing.T) {
 	socket := filepath.Join(root, "run", "agentbox.sock")
 	mine := filepath.Join(root, "mine.yaml")
 	for path, text := range map[string]string{
-		filepath.Join(root, "policies", "own.yaml"):    "base: strict\ndescription: for our agents\n",
-		filepath.Join(root, "policies", "strict.yaml"): "base: strict\ndescription: strict as this host means it\nlifetime: {ttl: 2h}\n",
+		filepath.Join(root, "policies", "own.yaml"): "base: strict\ndescription: for our agents\n",
+		filepath.Join(root, "policies",
+			"strict.yaml"): "base: strict\ndescription: strict as this host means it\nlifetime: {ttl: 2h}\n",
 		mine: "base: own\nlifetime: {ttl: 1h}\n",
 	} {
-		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(text), 0o644)); err != nil {
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700),
+			os.WriteFile(path, []byte(text), 0o644)); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -141,7 +143,8 @@ func TestMember(t *testing.T) {
 	}
 	defer listening.Close()
 	bin := filepath.Join(root, "bin")
-	if out, err := exec.Command("go", "build", "-ldflags", "-s -w", "-o", bin+"/", "../agentbox", "../agentbox-runtime").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-ldflags", "-s -w", "-o", bin+"/", "../agentbox",
+		"../agentbox-runtime").CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	agentbox := filepath.Join(bin, "agentbox")
@@ -161,7 +164,9 @@ func TestMember(t *testing.T) {
 		cmd := exec.Command(agentbox, args...)
 		cmd.Dir = "/"
 		cmd.Env = append(os.Environ(), "AGENTBOX_ROOT="+root)
-		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: nobody, Gid: nobody, Groups: []uint32{group}}}
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{
+			Uid: nobody, Gid: nobody, Groups: []uint32{group},
+		}}
 		out, err := cmd.CombinedOutput()
 		if err != nil && args[0] != "doctor" {
 			t.Errorf("%q: %v: %s", args, err, out)

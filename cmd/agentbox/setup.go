@@ -26,7 +26,8 @@ type setupOptions struct {
 func (o *setupOptions) addFlags(fl *pflag.FlagSet, config string) {
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&o.Remove, "remove", false, "take out what setup put in")
-	fl.BoolVar(&o.Force, "force", false, "with --remove: even if containers use the runtime, or another program registered it")
+	fl.BoolVar(&o.Force, "force", false,
+		"with --remove: even if containers use the runtime, or another program registered it")
 	fl.StringVar(&o.Name, "name", setup.DefaultName, "register the runtime as `NAME`")
 	fl.StringVar(&o.Runtime, "runtime", "", "register this `FILE` (default: the agentbox-runtime beside agentbox)")
 	fl.StringVar(&o.Config, "config", "", "change this `FILE` (default "+config+")")
@@ -89,7 +90,8 @@ backed up beside the new one. --dry-run only shows it, --remove takes it out aga
 		Args:        cobra.ArbitraryArgs,
 		RunE:        helpOrUnknown,
 	}
-	cmd.AddCommand(newSetupDockerCommand(a), newSetupContainerdCommand(a), newSetupPodmanCommand(a), newSetupSystemdCommand(a))
+	cmd.AddCommand(newSetupDockerCommand(a), newSetupContainerdCommand(a), newSetupPodmanCommand(a),
+		newSetupSystemdCommand(a))
 	return cmd
 }
 
@@ -149,9 +151,12 @@ that its last own runtime went only when it is restarted.`,
 	fl := cmd.Flags()
 	opts.addFlags(fl, setup.DockerConfig)
 	fl.BoolVar(&opts.Default, "default", false, "make it the default runtime as well")
-	fl.StringVar(&opts.Pidfile, "pidfile", "", "dockerd's pid `FILE` (default: as configured, else /var/run/docker.pid)")
-	fl.StringVarP(&opts.Host, "host", "H", "", "dockerd's `SOCKET`, as unix://PATH (environment DOCKER_HOST; default: where dockerd listens)")
-	fl.StringVar(&opts.Dirs, "cli-plugins", "", "link the plugin into `DIR` (default: the first of the docker command's directories for all users that exists)")
+	fl.StringVar(&opts.Pidfile, "pidfile", "",
+		"dockerd's pid `FILE` (default: as configured, else /var/run/docker.pid)")
+	fl.StringVarP(&opts.Host, "host", "H", "",
+		"dockerd's `SOCKET`, as unix://PATH (environment DOCKER_HOST; default: where dockerd listens)")
+	fl.StringVar(&opts.Dirs, "cli-plugins", "",
+		"link the plugin into `DIR` (default: the first of the docker command's directories for all users that exists)")
 	fl.BoolVar(&opts.NoPlugin, "no-cli-plugin", false, "leave the docker command's plugins alone")
 	completeFlags(cmd)
 	return cmd
@@ -180,7 +185,8 @@ containerd backend name the runtime themselves.`,
 				return err
 			}
 			return a.setUp("containerd", opts, func() (setup.Result, error) {
-				return setup.Containerd(cmd.Context(), setup.ContainerdOptions{Options: common.Options, Restart: restart})
+				return setup.Containerd(cmd.Context(),
+					setup.ContainerdOptions{Options: common.Options, Restart: restart})
 			})
 		},
 	}
@@ -207,7 +213,9 @@ checkpointed and restored.`,
 			if err != nil {
 				return err
 			}
-			return a.setUp("podman", opts, func() (setup.Result, error) { return setup.Podman(cmd.Context(), common.Options) })
+			return a.setUp("podman", opts, func() (setup.Result, error) {
+				return setup.Podman(cmd.Context(), common.Options)
+			})
 		},
 	}
 	opts.addFlags(cmd.Flags(), setup.PodmanConfig)

@@ -38,7 +38,8 @@ With --destdir files are written below a directory, for packages and images, and
 		Args:        args(0, 0),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !opts.DryRun && opts.Dest == "" && os.Geteuid() != 0 {
-				return &runtime.Error{Op: "setup", Err: fmt.Errorf("only root can configure systemd: %w", runtime.ErrDenied),
+				return &runtime.Error{Op: "setup",
+					Err:  fmt.Errorf("only root can configure systemd: %w", runtime.ErrDenied),
 					Hint: "Run agentbox as root, for example with sudo; --dry-run shows what would change."}
 			}
 			var err error

@@ -247,7 +247,8 @@ func parseSwap(s string, memory int64) (int64, error) {
 	case memory == 0:
 		return 0, usageErrorf("--memory-swap %s needs --memory, which is a part of it", s)
 	case n < memory:
-		return 0, usageErrorf("--memory-swap %s is the limit of memory and swap together: it cannot be below --memory", s)
+		return 0, usageErrorf("--memory-swap %s is the limit of memory and swap together: it cannot be below --memory",
+			s)
 	}
 	return n - memory, nil
 }
@@ -298,7 +299,8 @@ func checkName(flag, s string) error {
 	if nameRE().MatchString(s) {
 		return nil
 	}
-	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit", flag, shorten(s, 40))
+	return usageErrorf("%s %q: a name is 1 to 128 letters, digits, '_', '.' and '-', and begins with a letter or digit",
+		flag, shorten(s, 40))
 }
 
 // parseSecurity reads Docker's --security-opt as far as it is ours.

@@ -97,7 +97,9 @@ func TestParseVolume(t *testing.T) {
 
 func TestParseTmpfs(t *testing.T) {
 	got, err := parseTmpfs("/tmp:size=64m,mode=1777")
-	if want := (runtime.Mount{Type: "tmpfs", Target: "/tmp", Options: "size=64m,mode=1777"}); err != nil || got != want {
+	if want := (runtime.Mount{
+		Type: "tmpfs", Target: "/tmp", Options: "size=64m,mode=1777",
+	}); err != nil || got != want {
 		t.Errorf("%+v, %v", got, err)
 	}
 	_, err = parseTmpfs("tmp")
@@ -136,7 +138,8 @@ func TestParseLimits(t *testing.T) {
 		memory, want int64
 		bad          bool
 	}{
-		{"", 0, 0, false}, {"0", 1 << 20, 0, false}, {"-1", 0, -1, false}, {"3m", 1 << 20, 2 << 20, false}, {"1m", 1 << 20, 0, false},
+		{"", 0, 0, false}, {"0", 1 << 20, 0, false}, {"-1", 0, -1, false}, {"3m", 1 << 20, 2 << 20, false},
+		{"1m", 1 << 20, 0, false},
 		{"1m", 0, 0, true}, {"1m", 1 << 21, 0, true}, {"-2", 1 << 20, 0, true},
 	} {
 		if got, err := parseSwap(c.s, c.memory); got != c.want || (err != nil) != c.bad {
@@ -243,8 +246,9 @@ func TestParseSecret(t *testing.T) {
 		}
 	}
 	for text, why := range map[string]string{
-		"tok": "where the value comes from", "tok=value": "where the value comes from", "tok=file:": "where the value comes from",
-		"=env:A": "the name is missing", "id=tok,src=/a,mode=0400": "unknown field mode",
+		"tok": "where the value comes from", "tok=value": "where the value comes from",
+		"tok=file:": "where the value comes from",
+		"=env:A":    "the name is missing", "id=tok,src=/a,mode=0400": "unknown field mode",
 	} {
 		_, err := parseSecret(text)
 		usage(t, err, why)

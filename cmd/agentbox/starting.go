@@ -24,7 +24,9 @@ var errSilent = fmt.Errorf("it does not answer within %s", answerTime)
 
 // ask asks a service for its Info. The request is one and the same however long that takes: it
 // waits in the socket that systemd holds, and is answered as soon as the service runs.
-func ask(ctx context.Context, info func(context.Context) (api.Info, error), starting func(context.Context) bool) (api.Info, error) {
+func ask(
+	ctx context.Context, info func(context.Context) (api.Info, error), starting func(context.Context) bool,
+) (api.Info, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	go func() {
@@ -57,12 +59,14 @@ func ask(ctx context.Context, info func(context.Context) (api.Info, error), star
 // starting reports whether systemd is about to start the service of a socket, which
 // may first have much to finish or to undo, or stand behind other units of a boot.
 func starting(ctx context.Context, socket string) bool {
-	if booted, err := os.Stat("/run/systemd/system"); socket != filepath.Join(runtime.DefaultRun, api.SocketName) || err != nil || !booted.IsDir() {
+	if booted, err := os.Stat("/run/systemd/system"); socket != filepath.Join(runtime.DefaultRun, api.SocketName) ||
+		err != nil || !booted.IsDir() {
 		return false
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
-	out, err := exec.CommandContext(ctx, "systemctl", "show", "--property=ActiveState,Job,InvocationID", "agentbox.service").Output()
+	out, err := exec.CommandContext(ctx, "systemctl", "show", "--property=ActiveState,Job,InvocationID",
+		"agentbox.service").Output()
 	return err == nil && comesUp(string(out), os.Getenv("INVOCATION_ID"))
 }
 

@@ -20,11 +20,13 @@ func TestAsk(t *testing.T) {
 		err     error
 		took    time.Duration
 	}{
-		"at once":                    {answers: time.Second, took: time.Second},
-		"silent":                     {answers: never, err: errSilent, took: answerTime},
-		"slow to start":              {answers: 10 * time.Minute, active: 10 * time.Minute, took: 10 * time.Minute},
-		"started, and slow to speak": {answers: 3*answerTime + answerTime/2, active: 3*answerTime - 1, took: 3*answerTime + answerTime/2},
-		"started, and silent":        {answers: never, active: 3*answerTime - 1, err: errSilent, took: 4 * answerTime},
+		"at once":       {answers: time.Second, took: time.Second},
+		"silent":        {answers: never, err: errSilent, took: answerTime},
+		"slow to start": {answers: 10 * time.Minute, active: 10 * time.Minute, took: 10 * time.Minute},
+		"started, and slow to speak": {
+			answers: 3*answerTime + answerTime/2, active: 3*answerTime - 1, took: 3*answerTime + answerTime/2,
+		},
+		"started, and silent": {answers: never, active: 3*answerTime - 1, err: errSilent, took: 4 * answerTime},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

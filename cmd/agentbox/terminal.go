@@ -31,7 +31,8 @@ func (o *attachOptions) addFlags(fl *pflag.FlagSet) {
 }
 
 func (o *attachOptions) addSigProxy(fl *pflag.FlagSet) {
-	fl.BoolVar(&o.SigProxy, "sig-proxy", true, "without a raw terminal, pass signals on to the sandbox; the third of a kind ends agentbox, not the sandbox")
+	fl.BoolVar(&o.SigProxy, "sig-proxy", true,
+		"without a raw terminal, pass signals on to the sandbox; the third of a kind ends agentbox, not the sandbox")
 }
 
 // A session is one command in the foreground of the caller's terminal.
@@ -128,7 +129,10 @@ type outcome struct{ started, detached bool }
 // follow connects the caller to a sandbox's first process until it exits, and
 // ends with its exit code, or with nil when the user detached. Errors are told
 // as the verb's.
-func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, sb runtime.Sandbox, connect func(runtime.Streams) (wait func() error, err error)) (outcome, error) {
+func (s *session) follow(
+	ctx context.Context, svc runtime.Service, verb string, sb runtime.Sandbox,
+	connect func(runtime.Streams) (wait func() error, err error),
+) (outcome, error) {
 	var started atomic.Bool
 	ready := make(chan struct{})
 	exited := make(chan func() (int, error), 1)
@@ -174,7 +178,9 @@ func (s *session) follow(ctx context.Context, svc runtime.Service, verb string, 
 
 // left returns the error of a caller that disconnected from a running sandbox.
 func left(ctx context.Context, verb, name string) error {
-	return &runtime.Error{Op: verb, ID: name, Err: context.Cause(ctx), Hint: "The sandbox goes on; end it with: agentbox stop " + name}
+	return &runtime.Error{
+		Op: verb, ID: name, Err: context.Cause(ctx), Hint: "The sandbox goes on; end it with: agentbox stop " + name,
+	}
 }
 
 func signalName(sig os.Signal) string {

@@ -94,7 +94,9 @@ type usageLine struct {
 	CPUPercent *float64 `json:"cpu_percent"`
 }
 
-func runTop(ctx context.Context, opts topOptions, refs []string, svc runtime.Service, out io.Writer, now func() time.Time) (err error) {
+func runTop(
+	ctx context.Context, opts topOptions, refs []string, svc runtime.Service, out io.Writer, now func() time.Time,
+) (err error) {
 	defer func() {
 		// Ctrl-C is how one ends it; then there is nothing to tell.
 		if stop := (signalError{}); errors.As(context.Cause(ctx), &stop) {

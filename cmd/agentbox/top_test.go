@@ -20,11 +20,21 @@ func TestTop(t *testing.T) {
 	f.stats = func(opts runtime.StatsOptions) []runtime.Stats {
 		n++
 		at := epoch.Add(time.Duration(n) * time.Second)
-		idle := runtime.Stats{Sandbox: "1", Name: "idle", Status: runtime.Paused, Time: at, Started: epoch, CPU: time.Second, Memory: 3 << 20, Pids: 1}
-		busy := runtime.Stats{Sandbox: "2", Name: "busy", Status: runtime.Running, Time: at, Started: epoch, CPU: time.Duration(n) * 1500 * time.Millisecond,
-			Memory: 20 << 20, MemoryLimit: 64 << 20, Pids: 3, PidsLimit: 30, StorageLimit: 2 << 20, Checkpoint: epoch.Add(-2 * time.Minute)}
-		again := runtime.Stats{Sandbox: "3", Name: "again", Status: runtime.Running, Time: at, Started: at, CPU: 5 * time.Second, Memory: 1 << 20, Pids: 1}
-		gone := runtime.Stats{Sandbox: "4", Name: "gone", Status: runtime.Running, Time: at, Started: epoch, CPU: time.Second, Pids: 1}
+		idle := runtime.Stats{
+			Sandbox: "1", Name: "idle", Status: runtime.Paused, Time: at, Started: epoch, CPU: time.Second,
+			Memory: 3 << 20, Pids: 1,
+		}
+		busy := runtime.Stats{Sandbox: "2", Name: "busy", Status: runtime.Running, Time: at, Started: epoch,
+			CPU:    time.Duration(n) * 1500 * time.Millisecond,
+			Memory: 20 << 20, MemoryLimit: 64 << 20, Pids: 3, PidsLimit: 30, StorageLimit: 2 << 20,
+			Checkpoint: epoch.Add(-2 * time.Minute)}
+		again := runtime.Stats{
+			Sandbox: "3", Name: "again", Status: runtime.Running, Time: at, Started: at, CPU: 5 * time.Second,
+			Memory: 1 << 20, Pids: 1,
+		}
+		gone := runtime.Stats{
+			Sandbox: "4", Name: "gone", Status: runtime.Running, Time: at, Started: epoch, CPU: time.Second, Pids: 1,
+		}
 		made := runtime.Stats{Sandbox: "5", Name: "made\x1b[2J", Status: runtime.Created, Time: at}
 		if opts.Disk {
 			idle.Disk, busy.Disk = &disk, &disk
@@ -55,7 +65,10 @@ made�[2J   -        -                     -      -        -                cre
 		}
 	}
 	try(t, f, "", "top", "--interval", "10ms").want(t, exitUsage, "", "100ms at least")
-	if want := []string{"Stats [] true false", "Stats [] true true", "Close", "Stats [busy 2] false false", "Stats [busy 2] false false", "Close"}; !slices.Equal(f.calls, want) {
+	if want := []string{
+		"Stats [] true false", "Stats [] true true", "Close", "Stats [busy 2] false false",
+		"Stats [busy 2] false false", "Close",
+	}; !slices.Equal(f.calls, want) {
 		t.Errorf("calls %q, want %q", f.calls, want)
 	}
 }
@@ -83,7 +96,8 @@ func TestTopFrame(t *testing.T) {
 	for i := range 10_000 {
 		table += fmt.Sprintf("sandbox-%d   0.0%%\n", i)
 	}
-	if got, want := frame(table, 12, 5), "\x1b[HNAME\x1b[K\nsandbox-0   \x1b[K\nsandbox-1   \x1b[K\nand 9998 mor\x1b[K\n\x1b[J"; got != want {
+	if got, want := frame(table, 12, 5),
+		"\x1b[HNAME\x1b[K\nsandbox-0   \x1b[K\nsandbox-1   \x1b[K\nand 9998 mor\x1b[K\n\x1b[J"; got != want {
 		t.Errorf("%q, want %q", got, want)
 	}
 	if got := frame(table, 0, 0); strings.Count(got, "\n") != 10_001 {

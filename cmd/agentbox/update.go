@@ -27,7 +27,8 @@ type restartOptions struct{ Policy, From string }
 
 func (o *restartOptions) addFlags(fl *pflag.FlagSet, what string) {
 	fl.StringVar(&o.Policy, "restart", "", what+", `POLICY`: no, on-failure[:N], always or unless-stopped")
-	fl.Var(choice(&o.From, runtime.RestartFromCommand, runtime.RestartFromHead), "restart-from", "with --restart, from its command, or from its newest checkpoint: `WHAT`, command or head")
+	fl.Var(choice(&o.From, runtime.RestartFromCommand, runtime.RestartFromHead), "restart-from",
+		"with --restart, from its command, or from its newest checkpoint: `WHAT`, command or head")
 }
 
 // parse returns nil when nothing was said.
@@ -48,7 +49,8 @@ func (o restartOptions) parse() (*runtime.Restart, error) {
 	if counted {
 		n, err := strconv.Atoi(times)
 		if err != nil || n < 1 || name != runtime.RestartOnFailure {
-			return nil, usageErrorf("--restart %q: a number from 1 on may follow on-failure, as in on-failure:3", o.Policy)
+			return nil, usageErrorf("--restart %q: a number from 1 on may follow on-failure, as in on-failure:3",
+				o.Policy)
 		}
 		r.Retries = n
 	}
@@ -101,7 +103,8 @@ func (o *updateOptions) storage() (*runtime.StorageChange, error) {
 func parseLifetime(flag, s string) (time.Duration, error) {
 	d, err := policy.ParseDuration(s)
 	if err != nil || d < policy.MinLifetime {
-		return 0, usageErrorf("%s %q: write a duration from %v on, for example 10m, 12h or 2d", flag, s, policy.MinLifetime)
+		return 0, usageErrorf("%s %q: write a duration from %v on, for example 10m, 12h or 2d",
+			flag, s, policy.MinLifetime)
 	}
 	return d, nil
 }
@@ -142,7 +145,8 @@ Nothing can be had that the policy of the sandbox does not cover.`,
 			if err != nil {
 				return err
 			}
-			if len(opts.Egress.Add)+len(opts.Egress.Remove) == 0 && change == (runtime.LifetimeChange{}) && storage == nil {
+			if len(opts.Egress.Add)+len(opts.Egress.Remove) == 0 &&
+				change == (runtime.LifetimeChange{}) && storage == nil {
 				return usageErrorf("nothing to change: say --ttl, --idle, --storage-size, --restart, --egress-add or --egress-rm")
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
@@ -159,7 +163,10 @@ Nothing can be had that the policy of the sandbox does not cover.`,
 	return cmd
 }
 
-func runUpdate(ctx context.Context, egress runtime.EgressChange, lifetime runtime.LifetimeChange, sandbox string, svc runtime.Service, out io.Writer) error {
+func runUpdate(
+	ctx context.Context, egress runtime.EgressChange, lifetime runtime.LifetimeChange, sandbox string,
+	svc runtime.Service, out io.Writer,
+) error {
 	if len(egress.Add)+len(egress.Remove) > 0 {
 		rules, err := svc.UpdateEgress(ctx, sandbox, egress)
 		if err != nil {

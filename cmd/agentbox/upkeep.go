@@ -23,14 +23,17 @@ type upkeepOptions struct {
 }
 
 func (o *upkeepOptions) addFlags(fl *pflag.FlagSet) {
-	fl.DurationVar(&o.Reconcile, "reconcile", time.Minute, "compare the records with what there is each `DURATION`; 0: never")
-	fl.DurationVar(&o.Prune, "prune", 10*time.Minute, "apply the retention rules of the policies each `DURATION`; 0: never")
+	fl.DurationVar(&o.Reconcile, "reconcile", time.Minute,
+		"compare the records with what there is each `DURATION`; 0: never")
+	fl.DurationVar(&o.Prune, "prune", 10*time.Minute,
+		"apply the retention rules of the policies each `DURATION`; 0: never")
 	fl.StringVar(&o.Rate, "prune-rate", "32m", "`SIZE` a second that pruning may copy; 0: no bound")
 }
 
 func (o *upkeepOptions) check() (err error) {
 	if o.rate, err = units.RAMInBytes(o.Rate); err != nil || o.rate < 0 || o.Reconcile < 0 || o.Prune < 0 {
-		return usageErrorf("--reconcile %v, --prune %v, --prune-rate %q: durations such as 1m, and a size such as 32m", o.Reconcile, o.Prune, o.Rate)
+		return usageErrorf("--reconcile %v, --prune %v, --prune-rate %q: durations such as 1m, and a size such as 32m",
+			o.Reconcile, o.Prune, o.Rate)
 	}
 	return nil
 }

@@ -25,17 +25,34 @@ import (
 func boxes() *fakeService {
 	f := newFake()
 	id := func(s string) string { return s + strings.Repeat("0", 32-len(s)) }
-	spec := runtime.Spec{Args: []string{"sh", "-c", "i=0; while :; do sleep 1; done"}, Network: runtime.Network{Ports: []runtime.Port{
-		{Host: 8080, Sandbox: 80, Protocol: "tcp"}, {HostIP: "::1", Host: 53, Sandbox: 53, Protocol: "udp"}}}}
+	spec := runtime.Spec{Args: []string{"sh", "-c", "i=0; while :; do sleep 1; done"},
+		Network: runtime.Network{Ports: []runtime.Port{
+			{Host: 8080, Sandbox: 80, Protocol: "tcp"}, {HostIP: "::1", Host: 53, Sandbox: 53, Protocol: "udp"}}}}
 	f.sandboxes = []runtime.Sandbox{
-		{ID: id("a1"), Name: "new", Status: runtime.Created, Image: "busybox", Created: epoch, Spec: runtime.Spec{Args: []string{"true"}}},
-		{ID: id("b2"), Name: "run", Status: runtime.Running, Pid: 42, Image: "busybox", Created: epoch, Started: epoch, Spec: spec},
-		{ID: id("c3"), Name: "ice", Status: runtime.Paused, Pid: 43, Image: "busybox", Created: epoch, Started: epoch, Spec: runtime.Spec{Args: []string{"a", "b\n\x1b[31m"}}},
-		{ID: id("d4"), Name: "end", Status: runtime.Exited, ExitCode: 137, Image: "debian", Created: epoch.Add(-48 * time.Hour), Finished: epoch.Add(-2 * time.Second), Labels: map[string]string{"k": "v"}},
+		{
+			ID: id("a1"), Name: "new", Status: runtime.Created, Image: "busybox", Created: epoch,
+			Spec: runtime.Spec{Args: []string{"true"}},
+		},
+		{
+			ID: id("b2"), Name: "run", Status: runtime.Running, Pid: 42, Image: "busybox", Created: epoch,
+			Started: epoch, Spec: spec,
+		},
+		{
+			ID: id("c3"), Name: "ice", Status: runtime.Paused, Pid: 43, Image: "busybox", Created: epoch,
+			Started: epoch, Spec: runtime.Spec{Args: []string{"a", "b\n\x1b[31m"}},
+		},
+		{
+			ID: id("d4"), Name: "end", Status: runtime.Exited, ExitCode: 137, Image: "debian",
+			Created: epoch.Add(-48 * time.Hour), Finished: epoch.Add(-2 * time.Second),
+			Labels: map[string]string{"k": "v"},
+		},
 	}
-	f.checkpoints = []runtime.Checkpoint{{ID: strings.Repeat("3f2a", 8), Name: "before", Sandbox: id("b2"), SandboxName: "run", Kind: runtime.KindFull,
+	f.checkpoints = []runtime.Checkpoint{{ID: strings.Repeat("3f2a", 8), Name: "before", Sandbox: id("b2"),
+		SandboxName: "run", Kind: runtime.KindFull,
 		Status: runtime.CheckpointReady, Trigger: "manual", Created: epoch, Files: 12, Processes: 3, Bytes: 1_234_567}}
-	f.images = []runtime.Image{{Name: "busybox", Digest: "sha256:" + strings.Repeat("ab", 32), Builtin: true, Bytes: 2_000_000}}
+	f.images = []runtime.Image{{
+		Name: "busybox", Digest: "sha256:" + strings.Repeat("ab", 32), Builtin: true, Bytes: 2_000_000,
+	}}
 	return f
 }
 
@@ -47,17 +64,22 @@ c30000000000   ice    busybox   "a b\n\x1b[31m"          3 seconds ago   Up 3 se
 	try(t, boxes(), "", "ps").want(t, 0, running)
 	try(t, boxes(), "", "ps", "-q").want(t, 0, "b20000000000\nc30000000000\n")
 	r := try(t, boxes(), "", "ps", "-a", "--no-trunc")
-	for _, s := range []string{"a1000000000000000000000000000000", "Created", "Exited (137) 5 seconds ago", "2 days ago", `"sh -c i=0; while :; do sleep 1; done"`} {
+	for _, s := range []string{
+		"a1000000000000000000000000000000", "Created", "Exited (137) 5 seconds ago", "2 days ago",
+		`"sh -c i=0; while :; do sleep 1; done"`,
+	} {
 		if !strings.Contains(r.stdout, s) {
 			t.Errorf("no %q in:\n%s", s, r.stdout)
 		}
 	}
 	try(t, newFake(), "", "ps", "--format", "json").want(t, 0, "[]\n")
 	try(t, newFake(), "", "ps", "-q").want(t, 0, "")
-	try(t, boxes(), "", "ps", "-q", "--format", "json").want(t, exitUsage, "", "exclude each other", "See 'agentbox ps --help'.")
+	try(t, boxes(), "", "ps", "-q", "--format", "json").want(t, exitUsage, "", "exclude each other",
+		"See 'agentbox ps --help'.")
 	try(t, boxes(), "", "ps", "--format", "xml").want(t, exitUsage, "", "must be one of table, json")
 	var got []map[string]any
-	if err := json.Unmarshal([]byte(try(t, boxes(), "", "ps", "-a", "--format", "json").stdout), &got); err != nil || len(got) != 4 {
+	if err := json.Unmarshal([]byte(try(t, boxes(), "", "ps", "-a", "--format", "json").stdout),
+		&got); err != nil || len(got) != 4 {
 		t.Errorf("%v: %v", err, got)
 	}
 }
@@ -75,7 +97,10 @@ func TestJSONKeys(t *testing.T) {
 		return got[0]
 	}
 	sb := one("inspect", "end")
-	want := []string{"attempt", "backend", "created", "exit_code", "finished", "head", "id", "image", "image_digest", "labels", "name", "pid", "spec", "status", "upperdir"}
+	want := []string{
+		"attempt", "backend", "created", "exit_code", "finished", "head", "id", "image", "image_digest", "labels",
+		"name", "pid", "spec", "status", "upperdir",
+	}
 	if d := cmp.Diff(want, keys(sb)); d != "" {
 		t.Error(d)
 	}
@@ -86,7 +111,10 @@ func TestJSONKeys(t *testing.T) {
 		t.Error(sb)
 	}
 	ck := one("checkpoint", "inspect", "3f2a")
-	want = []string{"added", "bytes", "created", "digest", "files", "frozen_ns", "id", "image_digest", "kind", "labels", "name", "parent", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged"}
+	want = []string{
+		"added", "bytes", "created", "digest", "files", "frozen_ns", "id", "image_digest", "kind", "labels", "name",
+		"parent", "pinned", "processes", "sandbox", "sandbox_name", "status", "trigger", "unchanged",
+	}
 	if d := cmp.Diff(want, keys(ck)); d != "" {
 		t.Error(d)
 	}
@@ -94,14 +122,19 @@ func TestJSONKeys(t *testing.T) {
 		t.Error(ck)
 	}
 	im := one("image", "ls", "--format", "json")
-	if d := cmp.Diff([]string{"builtin", "bytes", "created", "digest", "layers", "name", "repo_digests"}, keys(im)); d != "" {
+	if d := cmp.Diff([]string{
+		"builtin", "bytes", "created", "digest", "layers", "name", "repo_digests",
+	}, keys(im)); d != "" {
 		t.Error(d)
 	}
 	var re map[string]any
-	if err := json.Unmarshal([]byte(try(t, boxes(), "", "restore", "--format", "json", "run").stdout), &re); err != nil {
+	if err := json.Unmarshal([]byte(try(t, boxes(), "", "restore", "--format", "json",
+		"run").stdout), &re); err != nil {
 		t.Fatal(err)
 	}
-	if d := cmp.Diff([]string{"changed", "checkpoint", "down_ns", "files_ns", "recreated", "sandbox", "verified"}, keys(re)); d != "" {
+	if d := cmp.Diff([]string{
+		"changed", "checkpoint", "down_ns", "files_ns", "recreated", "sandbox", "verified",
+	}, keys(re)); d != "" {
 		t.Error(d)
 	}
 	try(t, newFake(), "", "checkpoint", "ls", "--format", "json").want(t, 0, "[]\n")
@@ -121,7 +154,8 @@ func TestInspectPartly(t *testing.T) {
 	if err := json.Unmarshal([]byte(r.stdout), &got); err != nil || len(got) != 1 {
 		t.Errorf("%v: %s", err, r.stdout)
 	}
-	r.want(t, exitNotFound, r.stdout, "agentbox: find nope: sandbox not found\n", "hint: 'agentbox ps -a' lists all sandboxes.\n")
+	r.want(t, exitNotFound, r.stdout, "agentbox: find nope: sandbox not found\n",
+		"hint: 'agentbox ps -a' lists all sandboxes.\n")
 	try(t, boxes(), "", "inspect", "nope").want(t, exitNotFound, "[]\n", "not found")
 }
 
@@ -153,8 +187,10 @@ func TestManyArguments(t *testing.T) {
 
 func TestExitCodes(t *testing.T) {
 	for err, code := range map[error]int{
-		errors.New("plain"): exitFailure, runtime.ErrInvalid: exitUsage, runtime.ErrNotFound: exitNotFound, runtime.ErrExists: exitState,
-		runtime.ErrState: exitState, runtime.ErrBusy: exitBusy, runtime.ErrCorrupt: exitCorrupt, runtime.ErrDenied: exitDenied, runtime.ErrUnsupported: exitUnsupported,
+		errors.New("plain"): exitFailure, runtime.ErrInvalid: exitUsage, runtime.ErrNotFound: exitNotFound,
+		runtime.ErrExists: exitState,
+		runtime.ErrState:  exitState, runtime.ErrBusy: exitBusy, runtime.ErrCorrupt: exitCorrupt,
+		runtime.ErrDenied: exitDenied, runtime.ErrUnsupported: exitUnsupported,
 	} {
 		f := boxes()
 		f.fail["Pause"] = &runtime.Error{Op: "pause", ID: "run", Err: fmt.Errorf("told: %w", err), Hint: "Do it again."}
@@ -235,7 +271,8 @@ func TestUsage(t *testing.T) {
 		f := boxes()
 		r := try(t, f, "", strings.Fields(c.args)...)
 		if r.code != c.code || !strings.Contains(r.stderr, c.want) || r.stdout != "" {
-			t.Errorf("agentbox %s: code %d, want %d; stderr %q, want %q; stdout %q", c.args, r.code, c.code, r.stderr, c.want, r.stdout)
+			t.Errorf("agentbox %s: code %d, want %d; stderr %q, want %q; stdout %q", c.args, r.code, c.code,
+				r.stderr, c.want, r.stdout)
 		}
 		if len(f.calls) > 0 {
 			t.Errorf("agentbox %s: the service was called: %q", c.args, f.calls)
@@ -252,18 +289,27 @@ func TestCreateRequest(t *testing.T) {
 	r.want(t, 0, fmt.Sprintf("%032x\n", 0xabc0))
 	want := runtime.CreateRequest{
 		Spec: runtime.Spec{
-			Name: "c", Image: "busybox", Args: []string{"sh", "-c", "true", "-x", "--name", "not-a-flag"}, Env: []string{"A=1", "FROM_CALLER=yes"},
-			Workdir: "/w", User: "1:2", Hostname: "host", Terminal: true, OpenStdin: true, Init: true, ReadOnly: true, AutoRemove: true, StopSignal: "INT",
-			Mounts:    []runtime.Mount{{Type: "bind", Source: "/a", Target: "/b", ReadOnly: true}, {Type: "tmpfs", Target: "/t", Options: "size=1m"}},
-			Network:   runtime.Network{Mode: "bridge", Group: "g", Ports: []runtime.Port{{Host: 8080, Sandbox: 80, Protocol: "tcp"}}},
-			Resources: runtime.Resources{Memory: 512 << 20, CPUs: 1.5, Pids: 10}, Labels: map[string]string{"k": "v", "x": ""},
+			Name: "c", Image: "busybox", Args: []string{"sh", "-c", "true", "-x", "--name", "not-a-flag"},
+			Env:     []string{"A=1", "FROM_CALLER=yes"},
+			Workdir: "/w", User: "1:2", Hostname: "host", Terminal: true, OpenStdin: true, Init: true, ReadOnly: true,
+			AutoRemove: true, StopSignal: "INT",
+			Mounts: []runtime.Mount{
+				{Type: "bind", Source: "/a", Target: "/b", ReadOnly: true},
+				{Type: "tmpfs", Target: "/t", Options: "size=1m"},
+			},
+			Network: runtime.Network{
+				Mode: "bridge", Group: "g", Ports: []runtime.Port{{Host: 8080, Sandbox: 80, Protocol: "tcp"}},
+			},
+			Resources: runtime.Resources{Memory: 512 << 20, CPUs: 1.5, Pids: 10},
+			Labels:    map[string]string{"k": "v", "x": ""},
 		},
 		Entrypoint: []string{"/e"},
 	}
 	if d := cmp.Diff(want, f.created[0], cmpopts.IgnoreFields(runtime.CreateRequest{}, "Pull")); d != "" {
 		t.Error(d)
 	}
-	if p := f.created[0].Pull; p.Policy != image.PullAlways || p.Source.Platform != "linux/arm64" || !p.Source.Insecure {
+	if p := f.created[0].Pull; p.Policy != image.PullAlways ||
+		p.Source.Platform != "linux/arm64" || !p.Source.Insecure {
 		t.Errorf("%+v", p)
 	}
 	try(t, f, "", "create", "--entrypoint", "", "busybox", "x")
@@ -314,7 +360,9 @@ func TestRunCannotStart(t *testing.T) {
 	for code, rm := range map[int]bool{exitNotExecutable: false, exitNoCommand: true} {
 		for _, detach := range []bool{false, true} {
 			f := newFake()
-			f.fail["Start"] = &runtime.Error{Op: "start", Err: &runtime.ExecError{Command: "x", Code: code, Err: errors.New("no x here")}}
+			f.fail["Start"] = &runtime.Error{
+				Op: "start", Err: &runtime.ExecError{Command: "x", Code: code, Err: errors.New("no x here")},
+			}
 			args := []string{"run"}
 			if rm {
 				args = append(args, "--rm")
@@ -379,7 +427,9 @@ func TestExec(t *testing.T) {
 }
 
 func TestStopTimeout(t *testing.T) {
-	for args, want := range map[string]time.Duration{"stop run": -1, "stop -t 0 run": 0, "stop --time 3 run": 3 * time.Second, "restart -t 2 run": 2 * time.Second} {
+	for args, want := range map[string]time.Duration{
+		"stop run": -1, "stop -t 0 run": 0, "stop --time 3 run": 3 * time.Second, "restart -t 2 run": 2 * time.Second,
+	} {
 		f := boxes()
 		if r := try(t, f, "", strings.Fields(args)...); r.code != 0 || f.stopTimeout != want {
 			t.Errorf("%s: %+v, %v", args, r, f.stopTimeout)
@@ -403,7 +453,9 @@ func TestLogs(t *testing.T) {
 func TestRestore(t *testing.T) {
 	f := boxes()
 	try(t, f, "", "restore", "--verify", "--files-only", "run", "before").want(t, 0, "run\n")
-	if want := (runtime.RestoreOptions{Checkpoint: "before", FilesOnly: true, Verify: true, Pull: f.reOpts.Pull}); !reflect.DeepEqual(f.reOpts, want) {
+	if want := (runtime.RestoreOptions{
+		Checkpoint: "before", FilesOnly: true, Verify: true, Pull: f.reOpts.Pull,
+	}); !reflect.DeepEqual(f.reOpts, want) {
 		t.Error(f.reOpts)
 	}
 	try(t, f, "", "restore", "run").want(t, 0, "run\n")
@@ -417,7 +469,8 @@ func TestRestore(t *testing.T) {
 
 func TestImage(t *testing.T) {
 	f := boxes()
-	try(t, f, "", "image", "ls").want(t, 0, "NAME      DIGEST                CREATED    SIZE\nbusybox   sha256:abababababab   built in   2MB\n")
+	try(t, f, "", "image", "ls").want(t, 0,
+		"NAME      DIGEST                CREATED    SIZE\nbusybox   sha256:abababababab   built in   2MB\n")
 	try(t, f, "", "image", "ls", "-q").want(t, 0, "busybox\n")
 	t.Chdir(t.TempDir())
 	wd, err := os.Getwd()
@@ -449,13 +502,16 @@ agentbox cannot do its job here: see the lines that say fail
 
 func TestEgressVerbs(t *testing.T) {
 	f := boxes()
-	try(t, f, "", "update", "run", "--egress-add", "a.example 1,2", "--egress-rm", "b.example").want(t, 0, "pypi.org 443\na.example 1,2\n")
+	try(t, f, "", "update", "run", "--egress-add", "a.example 1,2", "--egress-rm", "b.example").want(t, 0,
+		"pypi.org 443\na.example 1,2\n")
 	if want := []string{"UpdateEgress run [a.example 1,2] [b.example]", "Close"}; !slices.Equal(f.calls, want) {
 		t.Errorf("calls %q, want %q", f.calls, want)
 	}
 	f = newFake()
-	try(t, f, "", "create", "--egress", "pypi.org 443", "--egress", "10.0.0.0/8", "busybox").want(t, 0, fmt.Sprintf("%032x\n", 0xabc0))
-	if got := f.created[0].Spec.Network; got.Mode != runtime.NetworkFiltered || !slices.Equal(got.Egress, []string{"pypi.org 443", "10.0.0.0/8"}) {
+	try(t, f, "", "create", "--egress", "pypi.org 443", "--egress", "10.0.0.0/8", "busybox").want(t, 0,
+		fmt.Sprintf("%032x\n", 0xabc0))
+	if got := f.created[0].Spec.Network; got.Mode != runtime.NetworkFiltered ||
+		!slices.Equal(got.Egress, []string{"pypi.org 443", "10.0.0.0/8"}) {
 		t.Errorf("network %+v", got)
 	}
 }

@@ -24,7 +24,8 @@ type verifyOptions struct {
 func (o *verifyOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.All, "all", "a", false, "all checkpoints, as without arguments")
 	fl.BoolVar(&o.ReadData, "read-data", o.ReadData, "read every byte, not only what tells that all is there")
-	fl.BoolVar(&o.Rehearse, "rehearse", false, "restore each of the named full checkpoints into a fork without network, compare, and remove it")
+	fl.BoolVar(&o.Rehearse, "rehearse", false,
+		"restore each of the named full checkpoints into a fork without network, compare, and remove it")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -92,7 +93,9 @@ func (a *app) completeVerify(cmd *cobra.Command, args []string, _ string) ([]str
 	return append(a.sandboxNames(cmd, args, nil), a.checkpointNames(cmd, args, runtime.CheckpointFilter{})...), noFiles
 }
 
-func runVerify(ctx context.Context, opts verifyOptions, names []string, svc runtime.Service, stdout, stderr io.Writer) error {
+func runVerify(
+	ctx context.Context, opts verifyOptions, names []string, svc runtime.Service, stdout, stderr io.Writer,
+) error {
 	update, end := watch(stderr, "verify")
 	defer end()
 	var ids []string
@@ -109,7 +112,9 @@ func runVerify(ctx context.Context, opts verifyOptions, names []string, svc runt
 	if len(ids) > 0 || len(names) == 0 {
 		// All in one: what they share is looked at once.
 		var e error
-		report, e = svc.Verify(ctx, runtime.VerifyOptions{Checkpoints: ids, ReadData: opts.ReadData, Rehearse: opts.Rehearse, Progress: update})
+		report, e = svc.Verify(ctx, runtime.VerifyOptions{
+			Checkpoints: ids, ReadData: opts.ReadData, Rehearse: opts.Rehearse, Progress: update,
+		})
 		err = both(err, e)
 	}
 	end()
@@ -117,11 +122,13 @@ func runVerify(ctx context.Context, opts verifyOptions, names []string, svc runt
 		err = both(err, printVerify(opts.Format, report, stdout))
 	}
 	if n := len(report.Damaged); n > 0 {
-		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("%d of %s damaged: %w", n, countText(int64(report.Checkpoints), "checkpoint"), runtime.ErrCorrupt),
+		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("%d of %s damaged: %w", n,
+			countText(int64(report.Checkpoints), "checkpoint"), runtime.ErrCorrupt),
 			Hint: "'agentbox restore --salvage SANDBOX CHECKPOINT' restores what is intact of one."}, err)
 	}
 	if n := len(report.Unrestorable); n > 0 {
-		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("the processes of %d of %s cannot be restored: %w", n, countText(int64(report.Checkpoints), "checkpoint"), runtime.ErrState),
+		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("the processes of %d of %s cannot be restored: %w", n,
+			countText(int64(report.Checkpoints), "checkpoint"), runtime.ErrState),
 			Hint: "'agentbox restore --files-only SANDBOX CHECKPOINT' restores the files of one."}, err)
 	}
 	differ := 0
@@ -131,7 +138,8 @@ func runVerify(ctx context.Context, opts verifyOptions, names []string, svc runt
 		}
 	}
 	if differ > 0 {
-		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("%d of %s rehearsed did not come back as recorded: %w", differ, countText(int64(len(report.Rehearsed)), "checkpoint"), runtime.ErrCorrupt),
+		err = both(&runtime.Error{Op: "verify", Err: fmt.Errorf("%d of %s rehearsed did not come back as recorded: %w",
+			differ, countText(int64(len(report.Rehearsed)), "checkpoint"), runtime.ErrCorrupt),
 			Hint: "What differs stands above; 'agentbox restore --files-only SANDBOX CHECKPOINT' restores the files alone."}, err)
 	}
 	return err
@@ -161,7 +169,8 @@ func checkpointsOf(ctx context.Context, name string, svc runtime.Service) (ids [
 
 func printVerify(format string, report runtime.VerifyReport, out io.Writer) error {
 	if format == formatJSON {
-		report.Damaged, report.Unrestorable, report.Notes = notNull(report.Damaged), notNull(report.Unrestorable), notNull(report.Notes)
+		report.Damaged, report.Unrestorable, report.Notes = notNull(report.Damaged),
+			notNull(report.Unrestorable), notNull(report.Notes)
 		for _, list := range [][]runtime.Damaged{report.Damaged, report.Unrestorable} {
 			for i := range list {
 				list[i].Checkpoint, list[i].What = documentedCheckpoint(list[i].Checkpoint), notNull(list[i].What)
@@ -185,8 +194,10 @@ func printVerify(format string, report runtime.VerifyReport, out io.Writer) erro
 		fmt.Fprintf(out, "note: %s\n", oneLine(note))
 	}
 	for _, r := range report.Rehearsed {
-		fmt.Fprintf(out, "rehearsed: %s: %s, %s, %s, %s and %s compared, %s\n", checkpointText(r.Checkpoint), countText(int64(r.Processes), "process"),
-			countText(int64(r.Threads), "thread"), countText(int64(r.Descriptors), "open file"), countText(int64(r.Locks), "lock"), countText(r.Pages, "page"), r.Took.Round(time.Millisecond))
+		fmt.Fprintf(out, "rehearsed: %s: %s, %s, %s, %s and %s compared, %s\n", checkpointText(r.Checkpoint),
+			countText(int64(r.Processes), "process"),
+			countText(int64(r.Threads), "thread"), countText(int64(r.Descriptors), "open file"),
+			countText(int64(r.Locks), "lock"), countText(r.Pages, "page"), r.Took.Round(time.Millisecond))
 		for _, what := range r.Differs {
 			fmt.Fprintf(out, "  differs: %s\n", oneLine(what))
 		}

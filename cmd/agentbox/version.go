@@ -61,7 +61,9 @@ func runVersion(ctx context.Context, opts versionOptions, out io.Writer) error {
 		return printJSON(out, v)
 	}
 	t := newTable(out, "PROGRAM", "VERSION")
-	for _, row := range [][2]string{{"agentbox", v.Agentbox}, {"go", v.Go}, {"runc", v.Runc}, {"criu", v.Criu}, {"conmon", v.Conmon}} {
+	for _, row := range [][2]string{
+		{"agentbox", v.Agentbox}, {"go", v.Go}, {"runc", v.Runc}, {"criu", v.Criu}, {"conmon", v.Conmon},
+	} {
 		if row[1] == "" {
 			row[1] = "not found"
 		}

@@ -100,7 +100,9 @@ files that they have not changed themselves is up to the kernel.`,
 	return cmd
 }
 
-func runVolumeCreate(ctx context.Context, name string, opts volumeCreateOptions, v *volume.Recorded, out io.Writer) (err error) {
+func runVolumeCreate(
+	ctx context.Context, name string, opts volumeCreateOptions, v *volume.Recorded, out io.Writer,
+) (err error) {
 	from := opts.From
 	if from != "" {
 		if from, err = filepath.Abs(from); err != nil {

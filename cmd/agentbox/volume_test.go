@@ -52,8 +52,10 @@ func TestVolume(t *testing.T) {
 			t.Errorf("%+v", e)
 		}
 	}
-	want := []string{"command volume create ws volume://ws ok", "command volume create ws volume://ws ok", "command volume create ws  exists", "command volume create own  denied",
-		"command volume create own  not_found", "command volume create ../x  invalid", "command volume rm ws volume://ws ok"}
+	want := []string{"command volume create ws volume://ws ok", "command volume create ws volume://ws ok",
+		"command volume create ws  exists", "command volume create own  denied",
+		"command volume create own  not_found", "command volume create ../x  invalid",
+		"command volume rm ws volume://ws ok"}
 	if !slices.Equal(got, want) {
 		t.Errorf("on record is\n%s\nand not\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}

@@ -87,7 +87,8 @@ func parsePlugin(args []string) (p pluginLine, err error) {
 			}
 			p.args = append(request, args[i+1:]...)
 			return p, nil
-		case len(request) == 0 && (arg == "help" || arg == cobra.ShellCompRequestCmd || arg == cobra.ShellCompNoDescRequestCmd):
+		case len(request) == 0 && (arg == "help" || arg == cobra.ShellCompRequestCmd ||
+			arg == cobra.ShellCompNoDescRequestCmd):
 			request = []string{arg}
 			continue
 		case !strings.HasPrefix(arg, "-") || arg == "-" || arg == "--":

@@ -17,10 +17,21 @@ func TestParsePlugin(t *testing.T) {
 	}{
 		{in: "agentbox checkpoint c", want: pluginLine{args: []string{"checkpoint", "c"}}},
 		{in: "agentbox", want: pluginLine{}},
-		{in: "-H unix:///s agentbox exec agentbox -H x", want: pluginLine{host: "unix:///s", args: []string{"exec", "agentbox", "-H", "x"}}},
-		{in: "-Hunix:///s -c=ctx -l=info agentbox ps", want: pluginLine{host: "unix:///s", context: "ctx", logLevel: "info", args: []string{"--log-level=info", "ps"}}},
-		{in: "--config /d --context=agentbox --tlscacert agentbox agentbox ps", want: pluginLine{config: "/d", context: "agentbox", args: []string{"ps"}}},
-		{in: "-D --tls --tlsverify=false help agentbox ps", want: pluginLine{logLevel: "debug", args: []string{"help", "--log-level=debug", "ps"}}},
+		{
+			in:   "-H unix:///s agentbox exec agentbox -H x",
+			want: pluginLine{host: "unix:///s", args: []string{"exec", "agentbox", "-H", "x"}},
+		},
+		{in: "-Hunix:///s -c=ctx -l=info agentbox ps", want: pluginLine{
+			host: "unix:///s", context: "ctx", logLevel: "info", args: []string{"--log-level=info", "ps"},
+		}},
+		{
+			in:   "--config /d --context=agentbox --tlscacert agentbox agentbox ps",
+			want: pluginLine{config: "/d", context: "agentbox", args: []string{"ps"}},
+		},
+		{
+			in:   "-D --tls --tlsverify=false help agentbox ps",
+			want: pluginLine{logLevel: "debug", args: []string{"help", "--log-level=debug", "ps"}},
+		},
 		{in: "__complete agentbox checkpoint c", want: pluginLine{args: []string{"__complete", "checkpoint", "c"}}},
 		{in: "ps", err: "plugin"},
 		{in: "", err: "plugin"},
@@ -38,14 +49,17 @@ func TestParsePlugin(t *testing.T) {
 			continue
 		}
 		if err != nil || !slices.Equal(got.args, tt.want.args) ||
-			got.host != tt.want.host || got.context != tt.want.context || got.config != tt.want.config || got.logLevel != tt.want.logLevel {
+			got.host != tt.want.host || got.context != tt.want.context || got.config != tt.want.config ||
+			got.logLevel != tt.want.logLevel {
 			t.Errorf("%s: %+v, %v", tt.in, got, err)
 		}
 	}
 }
 
 func TestSettlePlugin(t *testing.T) {
-	for _, name := range []string{"DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY", "AGENTBOX_BACKEND"} {
+	for _, name := range []string{
+		"DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY", "AGENTBOX_BACKEND",
+	} {
 		t.Setenv(name, "") // restored at the end
 	}
 	t.Setenv("DOCKER_CONFIG", t.TempDir())
@@ -98,7 +112,8 @@ func TestDockerCommand(t *testing.T) {
 			t.Helper()
 			cmd := exec.Command(program, args...)
 			// A completion looks for sandboxes: not among this host's.
-			cmd.Env = append(os.Environ(), "DOCKER_CONFIG="+config, "DOCKER_HOST=unix://"+config+"/none", "AGENTBOX_ROOT="+filepath.Join(config, "root"))
+			cmd.Env = append(os.Environ(), "DOCKER_CONFIG="+config, "DOCKER_HOST=unix://"+config+"/none",
+				"AGENTBOX_ROOT="+filepath.Join(config, "root"))
 			out, err := cmd.CombinedOutput()
 			if cmd.ProcessState == nil || cmd.ProcessState.ExitCode() != want {
 				t.Errorf("%s %q: %v, want exit code %d\n%s", program, args, err, want, out)

@@ -28,10 +28,12 @@ type serveOptions struct {
 }
 
 func (o *serveOptions) addFlags(fl *pflag.FlagSet) {
-	fl.StringVar(&o.Root, "root", "", "the `DIR` of agentbox's state (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
+	fl.StringVar(&o.Root, "root", "",
+		"the `DIR` of agentbox's state (environment AGENTBOX_ROOT; default /var/lib/agentbox and /run/agentbox)")
 	fl.StringVar(&o.LogLevel, "log-level", "warn", "log to stderr from this `LEVEL` on: debug, info, warn, error")
 	fl.StringVar(&o.Socket, "socket", dockerplugin.DefaultSocket, "serve on the socket `PATH`")
-	fl.StringVar(&o.Policy, "authz-policy", "", "judge Docker's API calls by the policy in `FILE` (default: the safe one, which opens nothing of the host)")
+	fl.StringVar(&o.Policy, "authz-policy", "",
+		"judge Docker's API calls by the policy in `FILE` (default: the safe one, which opens nothing of the host)")
 	fl.BoolVar(&o.NoAuthz, "no-authz", false, "be no authorization plugin")
 	fl.BoolVar(&o.NoVolumes, "no-volumes", false, "be no volume driver")
 }
@@ -95,7 +97,8 @@ func runServe(ctx context.Context, opts serveOptions) error {
 	if err != nil {
 		return err
 	}
-	slog.Info("plugin listening", "socket", socket, "authz", parts.Authz != nil, "volumes", parts.Volumes != nil, "policy", opts.Policy)
+	slog.Info("plugin listening", "socket", socket, "authz", parts.Authz != nil, "volumes",
+		parts.Volumes != nil, "policy", opts.Policy)
 	return dockerplugin.Serve(ctx, l, parts)
 }
 

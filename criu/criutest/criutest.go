@@ -64,7 +64,8 @@ func New(t testing.TB, args []string, edit func(*specs.Spec)) *Box {
 	dir := t.TempDir()
 	b := &Box{
 		t: t, ID: fmt.Sprintf("abtest-%d-%d", os.Getpid(), time.Now().UnixNano()), Binary: runc,
-		State: filepath.Join(dir, "state"), Bundle: filepath.Join(dir, "bundle"), Files: filepath.Join(dir, "bundle", "rootfs"),
+		State: filepath.Join(dir, "state"), Bundle: filepath.Join(dir, "bundle"),
+		Files:  filepath.Join(dir, "bundle", "rootfs"),
 		Images: filepath.Join(dir, "images"), Work: filepath.Join(dir, "work"), Config: filepath.Join(dir, "criu.conf"),
 	}
 	for _, d := range []string{b.State, b.Images, b.Work} {

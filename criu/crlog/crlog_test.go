@@ -155,7 +155,8 @@ func TestHugeLogs(t *testing.T) {
 	if err := f.Truncate(20 << 30); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := f.WriteAt([]byte("\n(9) Error (criu/sk-inet.c:200): inet: Connected TCP socket in image\n"), 20<<30); err != nil {
+	if _, err := f.WriteAt([]byte("\n(9) Error (criu/sk-inet.c:200): inet: Connected TCP socket in image\n"),
+		20<<30); err != nil {
 		t.Fatal(err)
 	}
 	d, err := File(path)

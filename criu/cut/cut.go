@@ -45,8 +45,13 @@ func Begin(ns *os.File) error {
 		return err
 	}
 	table := conn.AddTable(&nftables.Table{Name: name, Family: nftables.TableFamilyINet})
-	for name, hook := range map[string]*nftables.ChainHook{"in": nftables.ChainHookInput, "out": nftables.ChainHookOutput} {
-		chain := conn.AddChain(&nftables.Chain{Name: name, Table: table, Type: nftables.ChainTypeFilter, Hooknum: hook, Priority: nftables.ChainPriorityRaw})
+	for name, hook := range map[string]*nftables.ChainHook{
+		"in": nftables.ChainHookInput, "out": nftables.ChainHookOutput,
+	} {
+		chain := conn.AddChain(&nftables.Chain{
+			Name: name, Table: table, Type: nftables.ChainTypeFilter, Hooknum: hook,
+			Priority: nftables.ChainPriorityRaw,
+		})
 		key := expr.MetaKeyIIFNAME
 		if name == "out" {
 			key = expr.MetaKeyOIFNAME

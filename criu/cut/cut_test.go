@@ -82,7 +82,8 @@ func connect(ip string) error {
 	if !errors.Is(err, unix.EINPROGRESS) {
 		return err
 	}
-	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, int((500 * time.Millisecond).Milliseconds()))
+	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}},
+		int((500 * time.Millisecond).Milliseconds()))
 	if err != nil || n == 0 {
 		return errors.Join(err, unix.EAGAIN)
 	}

@@ -57,7 +57,8 @@ func Open(root, id string) (Container, error) {
 		return c, fmt.Errorf("container %s: %w", id, err)
 	}
 	if c.Pid <= 0 || !filepath.IsAbs(c.dir) {
-		return c, fmt.Errorf("container %s: %w: its runtime has recorded no process or no cgroup that freezes", id, fault.ErrUnsupported)
+		return c, fmt.Errorf("container %s: %w: its runtime has recorded no process or no cgroup that freezes",
+			id, fault.ErrUnsupported)
 	}
 	return c, nil
 }
@@ -203,7 +204,8 @@ func (c Container) members(name string) (all []int, err error) {
 			return err
 		}
 		data, err := os.ReadFile(path)
-		if filepath.Dir(path) != c.dir && (errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) || errors.Is(err, unix.EOPNOTSUPP)) {
+		if filepath.Dir(path) != c.dir && (errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV) ||
+			errors.Is(err, unix.EOPNOTSUPP)) {
 			return nil
 		}
 		for _, f := range strings.Fields(string(data)) {

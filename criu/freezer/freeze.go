@@ -215,7 +215,8 @@ func (c Container) laggards() string {
 		name, _ := os.ReadFile("/proc/" + pid + "/comm")
 		number, _ := strconv.Atoi(pid)
 		state, _, _ := process(number)
-		found = append(found, fmt.Sprintf("process %s (%q, state %s, in %q)", pid, strings.TrimSpace(string(name)), state, where))
+		found = append(found, fmt.Sprintf("process %s (%q, state %s, in %q)", pid,
+			strings.TrimSpace(string(name)), state, where))
 		if len(found) == 3 {
 			break
 		}

@@ -34,7 +34,8 @@ func hierarchies(t *testing.T) map[string]string {
 			if err := unix.Statfs(dir, &st); err != nil {
 				continue
 			}
-			if st.Type == unix.CGROUP2_SUPER_MAGIC && version == "v2" || st.Type == unix.CGROUP_SUPER_MAGIC && version == "v1" {
+			if st.Type == unix.CGROUP2_SUPER_MAGIC && version == "v2" ||
+				st.Type == unix.CGROUP_SUPER_MAGIC && version == "v1" {
 				found[version] = dir
 			}
 		}
@@ -89,7 +90,9 @@ func newBox(t *testing.T, version, hierarchy, script string) *box {
 	if version == "v2" {
 		path = map[string]string{"": b.cgroup}
 	}
-	b.record(t, "state.json", map[string]any{"init_process_pid": b.cmd.Process.Pid, "init_process_start": b.started(t), "cgroup_paths": path})
+	b.record(t, "state.json", map[string]any{
+		"init_process_pid": b.cmd.Process.Pid, "init_process_start": b.started(t), "cgroup_paths": path,
+	})
 	must(t, in.Close())
 	return b
 }
@@ -220,7 +223,8 @@ func TestFreezeRefused(t *testing.T) {
 			fuse, err := os.OpenFile("/dev/fuse", os.O_RDWR, 0)
 			must(t, err)
 			defer fuse.Close()
-			must(t, unix.Mount("none", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse.Fd())))
+			must(t, unix.Mount("none", dir, "fuse", 0,
+				fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse.Fd())))
 			defer func() { must(t, unix.Unmount(dir, unix.MNT_FORCE|unix.MNT_DETACH)) }()
 			// Both look up in one directory, and one waits for the other's
 			// lock: that, unlike the answer, cannot be interrupted.
@@ -270,12 +274,17 @@ func TestOpen(t *testing.T) {
 	for version, hierarchy := range hierarchies(t) {
 		b := newBox(t, version, hierarchy, counts)
 		if version == "v1" || hierarchy == "/sys/fs/cgroup" {
-			b.record(t, "status", map[string]any{"pid": b.cmd.Process.Pid, "process-start-time": b.started(t), "cgroup-path": "/" + b.id})
+			b.record(t, "status", map[string]any{
+				"pid": b.cmd.Process.Pid, "process-start-time": b.started(t), "cgroup-path": "/" + b.id,
+			})
 			c := b.open(t)
 			must(t, c.Freeze(context.Background()))
 			must(t, c.Thaw())
 		}
-		b.record(t, "state.json", map[string]any{"init_process_pid": b.cmd.Process.Pid, "init_process_start": 1, "cgroup_paths": map[string]string{"freezer": b.cgroup}})
+		b.record(t, "state.json", map[string]any{
+			"init_process_pid": b.cmd.Process.Pid, "init_process_start": 1,
+			"cgroup_paths": map[string]string{"freezer": b.cgroup},
+		})
 		if err := b.open(t).Freeze(context.Background()); !errors.Is(err, fault.ErrState) {
 			t.Errorf("a pid that is another's by now: %v", err)
 		}
@@ -333,7 +342,8 @@ func TestProcesses(t *testing.T) {
 		must(t, err)
 		for range 2000 {
 			pids, err := c.Processes()
-			if got := strings.Fields(strings.Trim(fmt.Sprint(pids), "[]")); err != nil || strings.Join(got, " ") != strings.Join(strings.Fields(string(want)), " ") {
+			if got := strings.Fields(strings.Trim(fmt.Sprint(pids), "[]")); err != nil ||
+				strings.Join(got, " ") != strings.Join(strings.Fields(string(want)), " ") {
 				t.Errorf("%s: %v, %v; want %s", version, pids, err, want)
 				break
 			}

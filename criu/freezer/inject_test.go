@@ -23,12 +23,14 @@ func TestInject(t *testing.T) {
 	ctx := context.Background()
 	for version, hierarchy := range hierarchies(t) {
 		t.Run(version, func(t *testing.T) {
-			b := newBox(t, version, hierarchy, `begun=$(date +%s%N); sleep 1.5 && echo $(( ($(date +%s%N) - begun) / 1000000 )) > "$0"; while :; do sleep 1; done`)
+			b := newBox(t, version, hierarchy,
+				`begun=$(date +%s%N); sleep 1.5 && echo $(( ($(date +%s%N) - begun) / 1000000 )) > "$0"; while :; do sleep 1; done`)
 			c := b.open(t)
 			pid := 0
 			for begun := time.Now(); pid == 0; {
 				for _, p := range members(t, b) {
-					if call, _ := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", p)); strings.HasPrefix(string(call), "230 ") || strings.HasPrefix(string(call), "35 ") {
+					if call, _ := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", p)); strings.HasPrefix(string(call),
+						"230 ") || strings.HasPrefix(string(call), "35 ") {
 						pid = p
 					}
 				}
@@ -63,7 +65,8 @@ func TestInject(t *testing.T) {
 				_, err = tracee.Call(unix.SYS_CLOSE, fd)
 				return err
 			}))
-			if now := status(); !isFrozen(t, c) || !strings.Contains(now, "\nTracerPid:\t0\n") || !strings.Contains(now, "\nSigBlk:\t0000000000000000\n") {
+			if now := status(); !isFrozen(t, c) || !strings.Contains(now, "\nTracerPid:\t0\n") ||
+				!strings.Contains(now, "\nSigBlk:\t0000000000000000\n") {
 				t.Errorf("frozen: %v, %s", isFrozen(t, c), now)
 			}
 			if now, _ := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid)); string(now) != string(maps) {

@@ -59,7 +59,8 @@ func Halts(where string) bool {
 func seizing(tracer int) int {
 	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/syscall", tracer, tracer))
 	f := strings.Fields(string(data))
-	if err != nil || len(f) < 3 || f[0] != strconv.Itoa(unix.SYS_PTRACE) || f[1] != fmt.Sprintf("%#x", unix.PTRACE_SEIZE) {
+	if err != nil || len(f) < 3 || f[0] != strconv.Itoa(unix.SYS_PTRACE) ||
+		f[1] != fmt.Sprintf("%#x", unix.PTRACE_SEIZE) {
 		return 0
 	}
 	tid, err := strconv.ParseInt(strings.TrimPrefix(f[2], "0x"), 16, 32)

@@ -193,7 +193,8 @@ func (t *Tracee) Page(data []byte) (uint64, error) {
 		return 0, fmt.Errorf("%d bytes do not fit into a page", len(data))
 	}
 	if t.page == 0 {
-		at, err := t.Call(unix.SYS_MMAP, 0, pageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS, ^uint64(0), 0)
+		at, err := t.Call(unix.SYS_MMAP, 0, pageSize, unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_PRIVATE|unix.MAP_ANONYMOUS, ^uint64(0), 0)
 		if err != nil {
 			return 0, fmt.Errorf("map a page: %w", err)
 		}

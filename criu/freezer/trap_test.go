@@ -22,7 +22,8 @@ func TestTrap(t *testing.T) {
 	ctx := context.Background()
 	for version, hierarchy := range hierarchies(t) {
 		t.Run(version, func(t *testing.T) {
-			b := newBox(t, version, hierarchy, `while :; do i=$((i+1)); done & sleep 1.5 && echo slept > "$0"; while :; do sleep 1; done`)
+			b := newBox(t, version, hierarchy,
+				`while :; do i=$((i+1)); done & sleep 1.5 && echo slept > "$0"; while :; do sleep 1; done`)
 			c := b.open(t)
 			sleeper := func() int {
 				for _, pid := range members(t, b) {
@@ -61,7 +62,9 @@ func TestTrap(t *testing.T) {
 			}
 			set(^uint64(4) + 1)
 			broken := errors.New("broken")
-			if err := c.Trap(ctx, []int{pid}, func(int) error { return broken }); !errors.Is(err, broken) || !isFrozen(t, c) {
+			if err := c.Trap(ctx, []int{pid}, func(int) error {
+				return broken
+			}); !errors.Is(err, broken) || !isFrozen(t, c) {
 				t.Fatalf("%v, frozen: %v", err, isFrozen(t, c))
 			}
 			for _, p := range members(t, b) {

@@ -124,7 +124,9 @@ func TestEndOrphans(t *testing.T) {
 	if _, err := EndOrphans(); err != nil {
 		t.Error(err)
 	}
-	for what, pid := range map[string]int{"ours": ours, "of one that is gone": past, "that its owner adopted": adopted, "that traces nothing": idle} {
+	for what, pid := range map[string]int{
+		"ours": ours, "of one that is gone": past, "that its owner adopted": adopted, "that traces nothing": idle,
+	} {
 		if s := state(pid); s != "gone" && s != "Z" {
 			t.Errorf("the orphan %s is in state %s", what, s)
 		}

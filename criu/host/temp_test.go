@@ -13,7 +13,8 @@ import (
 
 func TestSweepTemp(t *testing.T) {
 	dir := t.TempDir()
-	left, full, other := filepath.Join(dir, ".criu.mntns.abc123"), filepath.Join(dir, ".criu.mntns.file"), filepath.Join(dir, "other")
+	left, full, other := filepath.Join(dir, ".criu.mntns.abc123"), filepath.Join(dir, ".criu.mntns.file"),
+		filepath.Join(dir, "other")
 	tried := filepath.Join(dir, ".criu.move_mount_set_group.abc123")
 	for _, d := range []string{left, tried, other} {
 		if err := os.Mkdir(d, 0o777); err != nil {
@@ -52,7 +53,8 @@ func TestSweepTemp(t *testing.T) {
 	}
 	runs = false
 	err = sweepTemp(dir, running)
-	if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), foreign) || strings.Contains(err.Error(), mounted) {
+	if !errors.Is(err, unix.EBUSY) || !strings.Contains(err.Error(), foreign) ||
+		strings.Contains(err.Error(), mounted) {
 		t.Errorf("of a mount that is not CRIU's: %v", err)
 	}
 	if _, err := os.Stat(left); !os.IsNotExist(err) {
@@ -111,7 +113,10 @@ func TestCRIURuns(t *testing.T) {
 }
 
 func TestNamedCRIU(t *testing.T) {
-	for comm, want := range map[string]bool{"criu": true, "criu-4.2": true, "criu-ns": true, "criu.test": false, "criuhelper": false, "sh": false, "": false} {
+	for comm, want := range map[string]bool{
+		"criu": true, "criu-4.2": true, "criu-ns": true, "criu.test": false, "criuhelper": false,
+		"sh": false, "": false,
+	} {
 		if got := namedCRIU(comm); got != want {
 			t.Errorf("namedCRIU(%q) = %t", comm, got)
 		}

@@ -84,7 +84,8 @@ func Set(dir, profile string) error {
 		}
 	case AppArmor():
 	case profile != "":
-		return fmt.Errorf("%w: the container is to have the AppArmor profile %s, and this kernel has no AppArmor", fault.ErrUnsupported, profile)
+		return fmt.Errorf("%w: the container is to have the AppArmor profile %s, and this kernel has no AppArmor",
+			fault.ErrUnsupported, profile)
 	case selinux():
 		return nil
 	}
@@ -95,12 +96,15 @@ func Set(dir, profile string) error {
 	for _, e := range entries {
 		name := e.Name()
 		if name == policyImage {
-			return fmt.Errorf("image %s: it would load AppArmor policy into this host's kernel: %w", name, fault.ErrDenied)
+			return fmt.Errorf("image %s: it would load AppArmor policy into this host's kernel: %w", name,
+				fault.ErrDenied)
 		}
 		core, _ := path.Match("core-*.img", name)
 		switch {
 		case core:
-			err = change(filepath.Join(dir, name), coreMagic, func(data []byte) ([]byte, error) { return relabel(data, profile) })
+			err = change(filepath.Join(dir, name), coreMagic, func(data []byte) ([]byte, error) {
+				return relabel(data, profile)
+			})
 		case name == "inventory.img" && profile != "":
 			err = change(filepath.Join(dir, name), inventoryMagic, ours)
 		}
@@ -193,7 +197,9 @@ func ours(inventory []byte) (out []byte, err error) {
 	err = each(inventory, func(f field) error {
 		if f.num == inventoryLSM && f.typ == protowire.VarintType {
 			if module, _ := protowire.ConsumeVarint(f.value); module == moduleSELinux {
-				out = protowire.AppendVarint(protowire.AppendTag(out, inventoryLSM, protowire.VarintType), moduleAppArmor)
+				out = protowire.AppendVarint(
+					protowire.AppendTag(out, inventoryLSM, protowire.VarintType),
+					moduleAppArmor)
 				return nil
 			}
 		}
@@ -249,7 +255,8 @@ func check(thread, profile string) error {
 	if err != nil {
 		return err
 	}
-	return fmt.Errorf("its AppArmor profile is %q, not %s: %w", strings.Trim(string(data), "\x00\n"), profile, fault.ErrDenied)
+	return fmt.Errorf("its AppArmor profile is %q, not %s: %w", strings.Trim(string(data), "\x00\n"),
+		profile, fault.ErrDenied)
 }
 
 // ended reports whether a thread runs no more; what it was restored as is no matter then.

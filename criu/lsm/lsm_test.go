@@ -43,8 +43,10 @@ func core(label string) *criucore.CoreEntry {
 		c.LsmProfile, c.LsmSockcreate = proto.String(label), proto.String(label)
 	}
 	return &criucore.CoreEntry{
-		Mtype:      criucore.CoreEntry_X86_64.Enum(),
-		ThreadCore: &criucore.ThreadCoreEntry{FutexRla: proto.Uint64(5), FutexRlaLen: zero, Creds: c, Comm: proto.String("x")},
+		Mtype: criucore.CoreEntry_X86_64.Enum(),
+		ThreadCore: &criucore.ThreadCoreEntry{
+			FutexRla: proto.Uint64(5), FutexRlaLen: zero, Creds: c, Comm: proto.String("x"),
+		},
 	}
 }
 
@@ -52,8 +54,9 @@ func core(label string) *criucore.CoreEntry {
 func zombie() *criucore.CoreEntry {
 	return &criucore.CoreEntry{
 		Mtype: criucore.CoreEntry_X86_64.Enum(),
-		Tc: &criucore.TaskCoreEntry{TaskState: proto.Uint32(taskZombie), ExitCode: proto.Uint32(0), Personality: proto.Uint32(0),
-			Flags: proto.Uint32(0), BlkSigset: proto.Uint64(0), Comm: proto.String("z")},
+		Tc: &criucore.TaskCoreEntry{TaskState: proto.Uint32(taskZombie), ExitCode: proto.Uint32(0),
+			Personality: proto.Uint32(0),
+			Flags:       proto.Uint32(0), BlkSigset: proto.Uint64(0), Comm: proto.String("z")},
 	}
 }
 
@@ -85,7 +88,9 @@ func on(t testing.TB, modules ...string) {
 	sys = t.TempDir()
 	t.Cleanup(func() { sys = was })
 	for _, m := range modules {
-		write(t, filepath.Join(sys, map[string]string{"apparmor": "kernel/security/apparmor/profiles", "selinux": "fs/selinux/enforce"}[m]), "box (enforce)\na b (complain)\n")
+		write(t, filepath.Join(sys, map[string]string{
+			"apparmor": "kernel/security/apparmor/profiles", "selinux": "fs/selinux/enforce",
+		}[m]), "box (enforce)\na b (complain)\n")
 	}
 }
 
@@ -142,7 +147,10 @@ func TestSet(t *testing.T) {
 					t.Errorf("%s: %v", name, got.ThreadCore.Creds)
 				}
 			}
-			for name, want := range map[string]string{"core-3.img": coreImage(t, zombie()), "inventory.img": inventoryImage(t, c.after), "pages-1.img": "core"} {
+			for name, want := range map[string]string{
+				"core-3.img": coreImage(t, zombie()), "inventory.img": inventoryImage(t,
+					c.after), "pages-1.img": "core",
+			} {
 				if got, err := os.ReadFile(filepath.Join(dir, name)); err != nil || string(got) != want {
 					t.Errorf("%s: %q, %v", name, got, err)
 				}
@@ -179,7 +187,8 @@ func TestSetInPieces(t *testing.T) {
 	must(t, err)
 	got := &criucore.CoreEntry{}
 	must(t, proto.Unmarshal(out, got))
-	if l := got.ThreadCore.Creds.GetLsmProfile(); l != "box" || strings.Count(string(out), "box") != 3 || strings.Contains(string(out), "unconfined") {
+	if l := got.ThreadCore.Creds.GetLsmProfile(); l != "box" || strings.Count(string(out), "box") != 3 ||
+		strings.Contains(string(out), "unconfined") {
 		t.Errorf("%q: %q", l, out)
 	}
 }
@@ -192,13 +201,14 @@ func TestSetRefuses(t *testing.T) {
 		name, data, profile string
 		want                error
 	}{
-		"policy for the kernel":  {"apparmor.img", "", "", fault.ErrDenied},
-		"no credentials":         {"core-9.img", coreImage(t, bare), "box", fault.ErrUnsupported},
-		"an image that is cut":   {"core-9.img", whole[:len(whole)-1], "", fault.ErrCorrupt},
-		"cut in a length":        {"core-9.img", whole + "\x01", "", fault.ErrCorrupt},
-		"another kind":           {"core-9.img", inventoryImage(t, 0), "", fault.ErrCorrupt},
-		"credentials of no kind": {"core-9.img", string(binary.LittleEndian.AppendUint32([]byte(whole[:8]), 2)) + "\x28\x01", "", fault.ErrCorrupt},
-		"an inventory of none":   {"inventory.img", whole, "box", fault.ErrCorrupt},
+		"policy for the kernel": {"apparmor.img", "", "", fault.ErrDenied},
+		"no credentials":        {"core-9.img", coreImage(t, bare), "box", fault.ErrUnsupported},
+		"an image that is cut":  {"core-9.img", whole[:len(whole)-1], "", fault.ErrCorrupt},
+		"cut in a length":       {"core-9.img", whole + "\x01", "", fault.ErrCorrupt},
+		"another kind":          {"core-9.img", inventoryImage(t, 0), "", fault.ErrCorrupt},
+		"credentials of no kind": {"core-9.img", string(binary.LittleEndian.AppendUint32([]byte(whole[:8]), 2)) +
+			"\x28\x01", "", fault.ErrCorrupt},
+		"an inventory of none": {"inventory.img", whole, "box", fault.ErrCorrupt},
 	} {
 		on(t, "apparmor")
 		dir := t.TempDir()
@@ -251,12 +261,15 @@ func TestCheck(t *testing.T) {
 		label, profile, says string
 	}{
 		{"box (enforce)\n", "box", ""}, {"box (enforce)\n\x00", "box", ""}, {"box", "box", ""},
-		{"unconfined\n", "box", `"unconfined", not box`}, {"boxes (enforce)\n", "box", "boxes (enforce)"}, {"box//&unconfined (enforce)\n", "box", "box//&unconfined"},
+		{"unconfined\n", "box", `"unconfined", not box`}, {"boxes (enforce)\n", "box", "boxes (enforce)"},
+		{"box//&unconfined (enforce)\n", "box", "box//&unconfined"},
 		{"", "box", `""`}, {"unconfined\n", "unconfined", ""}, {"unconfined\n", "", ""}, {"box (enforce)\n", "", ""},
 	} {
 		thread("30", "31", current, c.label, "S")
 		err := Check([]int{30, 99}, c.profile)
-		if (err == nil) != (c.says == "") || err != nil && (!errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), c.says) || !strings.Contains(err.Error(), "process 30, thread 31")) {
+		if (err == nil) != (c.says == "") || err != nil &&
+			(!errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), c.says) ||
+				!strings.Contains(err.Error(), "process 30, thread 31")) {
 			t.Errorf("%q in %s: %v", c.label, c.profile, err)
 		}
 	}
@@ -293,7 +306,8 @@ func FuzzRelabel(f *testing.F) {
 			return
 		}
 		must(t, proto.Unmarshal(out, got))
-		if c := got.GetThreadCore().GetCreds(); c != nil && (!Within(c.GetLsmProfile(), "box") || c.LsmSockcreate != nil) {
+		if c := got.GetThreadCore().GetCreds(); c != nil &&
+			(!Within(c.GetLsmProfile(), "box") || c.LsmSockcreate != nil) {
 			t.Errorf("%q", c.GetLsmProfile())
 		}
 		for _, m := range []*criucore.CoreEntry{got, before} {

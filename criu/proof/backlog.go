@@ -26,12 +26,19 @@ func (q Queues) Put(first int, got Record) (lost []Difference) {
 	}
 	for _, c := range q.Connections {
 		if err := c.connect(socket{hosts[c.Pid], c.FD, c.Pid}); err != nil {
-			lost = append(lost, Difference{Pid: c.Pid, What: fmt.Sprintf("its connection from %s to %s, which is not accepted yet, is lost: %v", c.Client, c.Server, err)})
+			lost = append(lost, Difference{
+				Pid: c.Pid, What: fmt.Sprintf("its connection from %s to %s, which is not accepted yet, is lost: %v",
+					c.Client, c.Server, err),
+			})
 		}
 	}
 	for _, m := range q.Mailboxes {
-		if err := m.fill(socket{hosts[m.Pid], m.FD, m.Pid}, socket{hosts[m.SenderPid], m.SenderFD, m.SenderPid}); err != nil {
-			lost = append(lost, Difference{Pid: m.Pid, What: fmt.Sprintf("of the messages that wait in its socket %d some are lost: %v", m.FD, err)})
+		if err := m.fill(socket{hosts[m.Pid], m.FD, m.Pid},
+			socket{hosts[m.SenderPid], m.SenderFD, m.SenderPid}); err != nil {
+			lost = append(lost, Difference{
+				Pid: m.Pid, What: fmt.Sprintf("of the messages that wait in its socket %d some are lost: %v", m.FD,
+					err),
+			})
 		}
 	}
 	if len(q.Datagrams) == 0 {
@@ -40,7 +47,9 @@ func (q Queues) Put(first int, got Record) (lost []Difference) {
 	err := inNetwork(first, func() error {
 		for _, d := range q.Datagrams {
 			if err := d.send(); err != nil {
-				lost = append(lost, Difference{Pid: d.Pid, What: fmt.Sprintf("a datagram from %s to %s is lost: %v", d.From, d.To, err)})
+				lost = append(lost, Difference{
+					Pid: d.Pid, What: fmt.Sprintf("a datagram from %s to %s is lost: %v", d.From, d.To, err),
+				})
 			}
 		}
 		return nil

@@ -62,7 +62,8 @@ func (g *giver) takes(get func() (int, error), noted func(own int) error) (fd in
 		return -1, err
 	}
 	defer unix.Close(own)
-	if err := unix.Sendmsg(g.out, []byte{0}, unix.UnixRights(own), nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL); err != nil {
+	if err := unix.Sendmsg(g.out, []byte{0}, unix.UnixRights(own), nil,
+		unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL); err != nil {
 		return -1, err
 	}
 	if noted != nil {
@@ -127,9 +128,13 @@ func (h *Held) underWay(places map[uint64][]place) (own map[*connection]int) {
 		fds := peekRights(fd)
 		_ = unix.Close(fd)
 		for _, fd := range fds {
-			at := slices.IndexFunc(carrier.For, func(i int) bool { return i < len(h.List) && h.List[i].Accepted == inodeOf(fd) })
+			at := slices.IndexFunc(carrier.For, func(i int) bool {
+				return i < len(h.List) && h.List[i].Accepted == inodeOf(fd)
+			})
 			if at < 0 { // its inode had not been noted
-				at = slices.IndexFunc(carrier.For, func(i int) bool { return i < len(h.List) && h.List[i].Accepted == 0 })
+				at = slices.IndexFunc(carrier.For, func(i int) bool {
+					return i < len(h.List) && h.List[i].Accepted == 0
+				})
 			}
 			if at < 0 {
 				_ = unix.Close(fd)

@@ -42,7 +42,8 @@ func Compare(want, got Record) (list []Difference) {
 func compareTask(w, g Task) (list []Difference) {
 	differ := func(fatal bool, what string, want, got any) {
 		if want != got {
-			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its %s is %q, and was %q", what, fmt.Sprint(got), fmt.Sprint(want)), Fatal: fatal})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its %s is %q, and was %q", what,
+				fmt.Sprint(got), fmt.Sprint(want)), Fatal: fatal})
 		}
 	}
 	differ(true, "parent", w.Parent, g.Parent)
@@ -85,7 +86,9 @@ func compareTask(w, g Task) (list []Difference) {
 			differ(true, of("set of blocked signals"), wt.Blocked, gt.Blocked)
 		}
 		if lost := signalsLost(wt.Pending, gt.Pending); lost != "" {
-			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("signals that waited for its thread %d are gone: %s", wt.Tid, lost)})
+			list = append(list, Difference{
+				Pid: w.Pid, What: fmt.Sprintf("signals that waited for its thread %d are gone: %s", wt.Tid, lost),
+			})
 		}
 		differ(false, of("set of processors"), wt.CPUs, gt.CPUs)
 		differ(false, of("timer slack"), wt.Slack, gt.Slack)
@@ -95,7 +98,8 @@ func compareTask(w, g Task) (list []Difference) {
 		differ(false, of("I/O priority"), wt.IO, gt.IO)
 	}
 	if len(g.Threads) > len(w.Threads) {
-		list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("it has %d threads, and had %d", len(g.Threads), len(w.Threads)), Fatal: true})
+		list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("it has %d threads, and had %d", len(g.Threads),
+			len(w.Threads)), Fatal: true})
 	}
 	return slices.Concat(list, compareFDs(w, g), compareLocks(w, g))
 }
@@ -137,17 +141,22 @@ func compareFDs(w, g Task) (list []Difference) {
 	for _, wf := range w.FDs {
 		at := slices.IndexFunc(g.FDs, func(gf FD) bool { return gf.N == wf.N })
 		if at < 0 {
-			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its file descriptor %d (%s) is gone", wf.N, wf.Target), Fatal: true})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its file descriptor %d (%s) is gone", wf.N,
+				wf.Target), Fatal: true})
 			continue
 		}
 		gf := g.FDs[at]
 		differ := func(fatal bool, what string, want, got any) {
 			if want != got {
-				list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("%s of its file descriptor %d (%s) is %q, and was %q", what, wf.N, wf.Target, fmt.Sprint(got), fmt.Sprint(want)), Fatal: fatal})
+				list = append(list, Difference{
+					Pid: w.Pid, What: fmt.Sprintf("%s of its file descriptor %d (%s) is %q, and was %q", what, wf.N,
+						wf.Target, fmt.Sprint(got), fmt.Sprint(want)), Fatal: fatal,
+				})
 			}
 		}
 		differ(true, "the target", undeleted(wf.Target), undeleted(gf.Target))
-		list = append(list, madeAnew(w.Pid, fmt.Sprintf("the directory of its file descriptor %d", wf.N), wf.Target, wf.Ino, gf.Ino)...)
+		list = append(list, madeAnew(w.Pid, fmt.Sprintf("the directory of its file descriptor %d", wf.N),
+			wf.Target, wf.Ino, gf.Ino)...)
 		differ(true, "the object", wf.Object, gf.Object)
 		differ(true, "the set of flags", fmt.Sprintf("%o", wf.Flags), fmt.Sprintf("%o", gf.Flags))
 		differ(true, "the position", wf.Pos, gf.Pos)
@@ -160,7 +169,8 @@ func compareFDs(w, g Task) (list []Difference) {
 	}
 	for _, gf := range g.FDs {
 		if !slices.ContainsFunc(w.FDs, func(wf FD) bool { return wf.N == gf.N }) {
-			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its file descriptor %d (%s) was not there", gf.N, gf.Target), Fatal: true})
+			list = append(list, Difference{Pid: w.Pid, What: fmt.Sprintf("its file descriptor %d (%s) was not there",
+				gf.N, gf.Target), Fatal: true})
 		}
 	}
 	return list

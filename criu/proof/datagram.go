@@ -44,7 +44,9 @@ func peekDatagrams(s socket, room *int) (list []Datagram, err error) {
 		if *room -= n + 128; *room < 0 || n > len(buf) {
 			return nil, fmt.Errorf("more than %d bytes wait in sockets", maxQueued)
 		}
-		d := Datagram{Pid: s.pid, FD: s.fd, From: addrPort(from), To: addrPort(local), Data: append([]byte(nil), buf[:n]...)}
+		d := Datagram{
+			Pid: s.pid, FD: s.fd, From: addrPort(from), To: addrPort(local), Data: append([]byte(nil), buf[:n]...),
+		}
 		if a := d.To.Addr(); a.IsUnspecified() {
 			// It was sent to an address of the container, which is not known.
 			if d.From.Addr().Is4() {

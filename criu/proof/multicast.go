@@ -28,7 +28,8 @@ type Membership struct {
 }
 
 func (m Membership) equal(o Membership) bool {
-	return m.Interface == o.Interface && m.Group == o.Group && m.Exclude == o.Exclude && slices.Equal(m.Sources, o.Sources)
+	return m.Interface == o.Interface && m.Group == o.Group && m.Exclude == o.Exclude &&
+		slices.Equal(m.Sources, o.Sources)
 }
 
 // Bounds of what is asked of the kernel: the groups of a network namespace, and the
@@ -148,7 +149,8 @@ func (m Membership) join(fd int) error {
 	}
 	f := groupFilter{index: request.Uint32(), group: rawAddr(m.Group), mode: filterInclude}
 	join := (*[filterHead - 8]byte)(unsafe.Pointer(&f)) // struct group_req
-	if err := unix.SetsockoptString(fd, m.level(), unix.MCAST_JOIN_GROUP, string(join[:])); err != nil && !errors.Is(err, unix.EADDRINUSE) {
+	if err := unix.SetsockoptString(fd, m.level(), unix.MCAST_JOIN_GROUP, string(join[:])); err != nil &&
+		!errors.Is(err, unix.EADDRINUSE) {
 		return err
 	}
 	if m.Exclude {

@@ -106,7 +106,9 @@ func TakeQueues(first int, r Record) (q Queues, err error) {
 			}
 			list, err := peekDatagrams(owner, &room)
 			if err != nil {
-				q.Lost = append(q.Lost, fmt.Sprintf("the datagrams that wait in the UDP socket at %s of process %d are not kept: %v", row.local, owner.pid, err))
+				q.Lost = append(q.Lost,
+					fmt.Sprintf("the datagrams that wait in the UDP socket at %s of process %d are not kept: %v",
+						row.local, owner.pid, err))
 				continue
 			}
 			q.Datagrams = append(q.Datagrams, list...)
@@ -165,7 +167,8 @@ func (q *Queues) takeBacklogs(first int, owners map[string]socket, room *int) er
 				q.Connections = append(q.Connections, made...)
 				continue
 			}
-			q.Lost = append(q.Lost, fmt.Sprintf("%d connections in the backlog of port %d are not kept: %v", l.rx, l.local.Port(), err))
+			q.Lost = append(q.Lost, fmt.Sprintf("%d connections in the backlog of port %d are not kept: %v",
+				l.rx, l.local.Port(), err))
 			continue
 		}
 		q.Lost = append(q.Lost, fmt.Sprintf("the backlog of port %d has %d connections that a restore resets: process %d has not accepted them", l.local.Port(), l.rx, owner.pid))
@@ -185,7 +188,8 @@ type pair struct {
 func (l socketRow) pending(rows []socketRow, owners map[string]socket) (list []pair, local bool) {
 	local = true
 	for _, s := range rows {
-		if s.inode != "0" || s.state != stateEstablished && s.state != stateCloseWait || s.local.Port() != l.local.Port() {
+		if s.inode != "0" || s.state != stateEstablished && s.state != stateCloseWait ||
+			s.local.Port() != l.local.Port() {
 			continue
 		}
 		if a := l.local.Addr(); !a.IsUnspecified() && a != s.local.Addr() {
@@ -193,7 +197,8 @@ func (l socketRow) pending(rows []socketRow, owners map[string]socket) (list []p
 		}
 		at := slices.IndexFunc(rows, func(c socketRow) bool {
 			_, owned := owners[c.inode]
-			return owned && c.local == s.remote && c.remote == s.local && (c.state == stateEstablished || c.state == stateFinWait2)
+			return owned && c.local == s.remote && c.remote == s.local &&
+				(c.state == stateEstablished || c.state == stateFinWait2)
 		})
 		if at < 0 {
 			local = false

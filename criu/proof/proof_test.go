@@ -14,15 +14,21 @@ import (
 func sample() Record {
 	return Record{Version: version, Tasks: []Task{
 		{
-			Pid: 1, Parent: 3, Group: 1, Session: 1, Cwd: "/", CwdIno: 2, Root: "/", Exe: "/bin/a", Umask: "0022", Pending: "200", Ignored: "1", Caught: "2", OOM: "0",
+			Pid: 1, Parent: 3, Group: 1, Session: 1, Cwd: "/", CwdIno: 2, Root: "/", Exe: "/bin/a", Umask: "0022",
+			Pending: "200", Ignored: "1", Caught: "2", OOM: "0",
 			Limits: []string{"Max open files 10 20 files"}, Timers: []string{"ID 0"},
 			Threads: []Thread{{
-				Tid: 1, Name: "a", Uids: "1 1 1 1", Gids: "2 2 2 2", Groups: "3", Caps: "0 0", NoPrivs: "1", Seccomp: "2 1", Blocked: "4", Pending: "8000", CPUs: "3",
+				Tid: 1, Name: "a", Uids: "1 1 1 1", Gids: "2 2 2 2", Groups: "3", Caps: "0 0", NoPrivs: "1",
+				Seccomp: "2 1", Blocked: "4", Pending: "8000", CPUs: "3",
 				Slack: "50000", Policy: "0", Priority: "20", Nice: "0",
 			}},
 			FDs: []FD{{
-				N: 3, Target: "pipe", Object: 1, Flags: 2, Pos: 5, Ino: 3, Owner: "0:0", Semaphore: true, Count: "3", Mask: "1", Clock: "1",
-				Socket: &Socket{Options: map[string]string{"IP_TTL": "40"}, Groups: []Membership{{Interface: "lo", Group: netip.MustParseAddr("239.1.2.3"), Exclude: true}}},
+				N: 3, Target: "pipe", Object: 1, Flags: 2, Pos: 5, Ino: 3, Owner: "0:0", Semaphore: true,
+				Count: "3", Mask: "1", Clock: "1",
+				Socket: &Socket{
+					Options: map[string]string{"IP_TTL": "40"},
+					Groups:  []Membership{{Interface: "lo", Group: netip.MustParseAddr("239.1.2.3"), Exclude: true}},
+				},
 			}},
 			Locks: []Lock{{FD: 3, Kind: "POSIX", Write: true, Start: 1, End: 2, Path: "/x"}},
 		},
@@ -75,7 +81,9 @@ func TestCompare(t *testing.T) {
 	}
 	each("a process", func(task *Task) reflect.Value { return reflect.ValueOf(task).Elem() }, "Stopped", "TTY")
 	each("a thread", func(task *Task) reflect.Value { return reflect.ValueOf(&task.Threads[0]).Elem() })
-	each("a descriptor", func(task *Task) reflect.Value { return reflect.ValueOf(&task.FDs[0]).Elem() }, "Watched", "TTY")
+	each("a descriptor", func(task *Task) reflect.Value {
+		return reflect.ValueOf(&task.FDs[0]).Elem()
+	}, "Watched", "TTY")
 	// Which descriptor of its file a lock is shown with says nothing.
 	each("a lock", func(task *Task) reflect.Value { return reflect.ValueOf(&task.Locks[0]).Elem() }, "FD")
 	change("the threads", func(task *Task) { task.Threads = append(task.Threads, Thread{Tid: 9}) })
@@ -102,7 +110,10 @@ func TestReadWrite(t *testing.T) {
 		t.Errorf("none: %v", err)
 	}
 	want := sample()
-	want.Queues.Datagrams = []Datagram{{Pid: 1, FD: 2, From: netip.MustParseAddrPort("127.0.0.1:1"), To: netip.MustParseAddrPort("[::1]:2"), Data: []byte{0, 255}}}
+	want.Queues.Datagrams = []Datagram{{
+		Pid: 1, FD: 2, From: netip.MustParseAddrPort("127.0.0.1:1"),
+		To: netip.MustParseAddrPort("[::1]:2"), Data: []byte{0, 255},
+	}}
 	if err := want.Write(dir); err != nil {
 		t.Fatal(err)
 	}

@@ -75,7 +75,8 @@ func (h *Held) PutBack(ctx context.Context, box freezer.Container) (lost []strin
 	}
 	for _, c := range h.List {
 		if c.Lost != "" {
-			lost = append(lost, fmt.Sprintf("a connection to %s, which was not accepted yet, is lost: %s", c.Name, c.Lost))
+			lost = append(lost, fmt.Sprintf("a connection to %s, which was not accepted yet, is lost: %s", c.Name,
+				c.Lost))
 		}
 	}
 	return lost, h.Forget()
@@ -381,7 +382,9 @@ func (p *putting) replace(ctx context.Context) error {
 					return err
 				}
 			}
-			p.close(ts, slices.DeleteFunc(slices.Clone(c.Temps), func(at place) bool { return slices.Contains(kept, at) }), c.Socket)
+			p.close(ts, slices.DeleteFunc(slices.Clone(c.Temps), func(at place) bool {
+				return slices.Contains(kept, at)
+			}), c.Socket)
 			if c.Accepted != 0 {
 				p.close(ts, p.places[c.Accepted], c.Accepted)
 			}
@@ -473,13 +476,17 @@ func (q Queues) Requeue(ctx context.Context, box freezer.Container, got Record) 
 		inode := func(pid, fd int) uint64 { return place{hosts[pid], fd}.inode() }
 		c := &connection{
 			Server: hosts[u.Server], Listener: inode(u.Server, u.Listener), Accepted: inode(u.Server, u.Accepted),
-			Connecter: hosts[u.Connecter], Shut: u.Shut & (shutRead | shutWrite), Before: -1, messages: u.Messages, Name: fmt.Sprintf("socket %d of process %d", u.Listener, u.Server),
+			Connecter: hosts[u.Connecter], Shut: u.Shut & (shutRead | shutWrite), Before: -1, messages: u.Messages,
+			Name: fmt.Sprintf("socket %d of process %d", u.Listener, u.Server),
 		}
 		if u.Client != 0 {
 			c.Client = inode(u.Client, u.ClientFD)
 		}
 		if c.Accepted == 0 || c.Listener == 0 {
-			lost = append(lost, Difference{Pid: u.Server, What: "a connection to " + c.Name + ", which was not accepted yet, is not among its restored sockets"})
+			lost = append(lost, Difference{
+				Pid: u.Server, What: "a connection to " + c.Name +
+					", which was not accepted yet, is not among its restored sockets",
+			})
 			continue
 		}
 		h.List = append(h.List, c)

@@ -144,7 +144,8 @@ func (o socketOption) set(fd int, value []byte) error {
 }
 
 func getsockopt(fd, level, option int, value unsafe.Pointer, size *uint32) error {
-	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(option), uintptr(value), uintptr(unsafe.Pointer(size)), 0)
+	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(option), uintptr(value),
+		uintptr(unsafe.Pointer(size)), 0)
 	if errno != 0 {
 		return errno
 	}
@@ -219,10 +220,13 @@ func compareSockets(pid, fd int, w, g *Socket) (list []Difference) {
 		return nil // it has been compared by another descriptor
 	}
 	for _, o := range optionsOff(w, g) {
-		list = append(list, Difference{Pid: pid, What: fmt.Sprintf("%s of its socket %d is %s, and was %s", o.name, fd, printValue(g.Options[o.name]), printValue(w.Options[o.name]))})
+		list = append(list, Difference{Pid: pid, What: fmt.Sprintf("%s of its socket %d is %s, and was %s", o.name, fd,
+			printValue(g.Options[o.name]), printValue(w.Options[o.name]))})
 	}
 	for _, m := range missingGroups(w, g) {
-		list = append(list, Difference{Pid: pid, What: fmt.Sprintf("its socket %d is no longer a member of the group %s", fd, m.Group)})
+		list = append(list, Difference{
+			Pid: pid, What: fmt.Sprintf("its socket %d is no longer a member of the group %s", fd, m.Group),
+		})
 	}
 	return list
 }

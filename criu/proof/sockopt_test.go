@@ -22,12 +22,15 @@ func TestSocketOptions(t *testing.T) {
 		return fd
 	}
 	from, to := open(), open()
-	for option, n := range map[int]int{unix.IP_TTL: 7, unix.IP_MULTICAST_TTL: 8, unix.IP_MULTICAST_LOOP: 0, unix.IP_TOS: 16} {
+	for option, n := range map[int]int{
+		unix.IP_TTL: 7, unix.IP_MULTICAST_TTL: 8, unix.IP_MULTICAST_LOOP: 0, unix.IP_TOS: 16,
+	} {
 		if err := unix.SetsockoptInt(from, unix.SOL_IP, option, n); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := unix.SetsockoptTimeval(from, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 3, Usec: 4000}); err != nil {
+	if err := unix.SetsockoptTimeval(from, unix.SOL_SOCKET, unix.SO_RCVTIMEO,
+		&unix.Timeval{Sec: 3, Usec: 4000}); err != nil {
 		t.Fatal(err)
 	}
 	w, g := &Socket{Options: takeOptions(from)}, &Socket{Options: takeOptions(to)}

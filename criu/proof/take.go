@@ -78,12 +78,17 @@ func (t *taking) directory(st *unix.Stat_t) uint64 {
 
 func (t *taking) task(pid int, s status) (task Task, err error) {
 	parent, _ := strconv.Atoi(s["PPid"])
-	task = Task{host: pid, Pid: t.inner[pid], Parent: t.inner[parent], Ignored: s["SigIgn"], Caught: s["SigCgt"], Umask: s["Umask"], Pending: s["ShdPnd"]}
+	task = Task{
+		host: pid, Pid: t.inner[pid], Parent: t.inner[parent], Ignored: s["SigIgn"], Caught: s["SigCgt"],
+		Umask: s["Umask"], Pending: s["ShdPnd"],
+	}
 	task.Group, _ = s.inner("NSpgid", t.depth)
 	task.Session, _ = s.inner("NSsid", t.depth)
 	switch s["State"][:1] {
 	case "Z", "X":
-		return Task{host: pid, Pid: task.Pid, Parent: task.Parent, Group: task.Group, Session: task.Session, Zombie: true}, nil
+		return Task{
+			host: pid, Pid: task.Pid, Parent: task.Parent, Group: task.Group, Session: task.Session, Zombie: true,
+		}, nil
 	case "T":
 		task.Stopped = true
 	}
@@ -98,7 +103,8 @@ func (t *taking) task(pid int, s status) (task Task, err error) {
 	if unix.Stat(dir+"cwd", &cwd) == nil {
 		task.CwdIno = t.directory(&cwd)
 	}
-	task.OOM, task.Core, task.Persona = oneLine(dir+"oom_score_adj"), oneLine(dir+"coredump_filter"), oneLine(dir+"personality")
+	task.OOM, task.Core, task.Persona = oneLine(dir+"oom_score_adj"), oneLine(dir+"coredump_filter"),
+		oneLine(dir+"personality")
 	task.THP = s["THP_enabled"]
 	if task.Limits, err = limits(dir + "limits"); err != nil {
 		return task, err
@@ -128,7 +134,8 @@ func (t *taking) threads(pid int, task *Task) error {
 		th := Thread{
 			Tid: tid, Name: s["Name"], Uids: s["Uid"], Gids: s["Gid"], Groups: s["Groups"], NoPrivs: s["NoNewPrivs"],
 			Caps:    strings.Join([]string{s["CapInh"], s["CapPrm"], s["CapEff"], s["CapBnd"], s["CapAmb"]}, " "),
-			Seccomp: s["Seccomp"] + " " + s["Seccomp_filters"], Blocked: s["SigBlk"], Pending: s["SigPnd"], CPUs: s["Cpus_allowed"],
+			Seccomp: s["Seccomp"] + " " + s["Seccomp_filters"], Blocked: s["SigBlk"], Pending: s["SigPnd"],
+			CPUs:  s["Cpus_allowed"],
 			Slack: oneLine("/proc/" + e.Name() + "/timerslack_ns"),
 		}
 		th.host, _ = strconv.Atoi(e.Name())

@@ -56,7 +56,9 @@ func (r Record) ShowTerminals(ctx context.Context, c freezer.Container) error {
 	return r.terminals(ctx, c, func(t *freezer.Tracee, fd, _ FD) error { return fd.openTerminal(t) })
 }
 
-func (r Record) terminals(ctx context.Context, c freezer.Container, do func(t *freezer.Tracee, fd, terminal FD) error) error {
+func (r Record) terminals(
+	ctx context.Context, c freezer.Container, do func(t *freezer.Tracee, fd, terminal FD) error,
+) error {
 	tasks := map[int]Task{} // by the thread that makes the calls
 	var threads []int
 	for _, task := range r.Tasks {

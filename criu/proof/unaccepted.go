@@ -193,7 +193,9 @@ type queue struct {
 // Accept accepts connections that wait in backlogs of the processes of a record. members
 // are all processes of the frozen container, and a journal is kept in path. lost names
 // what stays as it is because it could not be put back.
-func Accept(ctx context.Context, c freezer.Container, r *Record, members []int, backlogs []Backlog, path string) (held *Held, lost []string, err error) {
+func Accept(
+	ctx context.Context, c freezer.Container, r *Record, members []int, backlogs []Backlog, path string,
+) (held *Held, lost []string, err error) {
 	a := accepting{held: &Held{path: path}, record: r, inner: map[int]int{}, places: placesOf(members)}
 	for _, t := range r.Tasks {
 		if !t.Zombie {
@@ -287,7 +289,8 @@ func (h *Held) Rest(ctx context.Context, c freezer.Container, members []int, bac
 }
 
 func (a *accepting) cannot(b Backlog, err error) {
-	a.lost = append(a.lost, fmt.Sprintf("%d connections to %s, which are not accepted yet, are not kept: %v", len(b.Clients), b.Name, err))
+	a.lost = append(a.lost, fmt.Sprintf("%d connections to %s, which are not accepted yet, are not kept: %v",
+		len(b.Clients), b.Name, err))
 }
 
 // plan finds the processes that a backlog concerns.
@@ -411,7 +414,8 @@ func (a *accepting) accept(q queue, ts map[int]*freezer.Tracee) error {
 	first := len(h.List)
 	for i, w := range q.Clients {
 		h.List = append(h.List, &connection{
-			Server: q.listener.Pid, Listener: uint64(q.Listener), Client: uint64(w.Inode), Connecter: cmp.Or(q.holders[i].Pid, q.listener.Pid), Shut: w.Shut, Name: q.Name, Before: -1,
+			Server: q.listener.Pid, Listener: uint64(q.Listener), Client: uint64(w.Inode),
+			Connecter: cmp.Or(q.holders[i].Pid, q.listener.Pid), Shut: w.Shut, Name: q.Name, Before: -1,
 		})
 	}
 	var own []int
@@ -438,7 +442,10 @@ func (a *accepting) accept(q queue, ts map[int]*freezer.Tracee) error {
 		if err != nil {
 			return err
 		}
-		u := Unaccepted{Server: a.inner[c.Server], Listener: q.listener.FD, Accepted: fd, Connecter: a.inner[c.Connecter], Shut: c.Shut, Messages: messages}
+		u := Unaccepted{
+			Server: a.inner[c.Server], Listener: q.listener.FD, Accepted: fd, Connecter: a.inner[c.Connecter],
+			Shut: c.Shut, Messages: messages,
+		}
 		if holder := q.holders[i]; a.inner[holder.Pid] != 0 { // else the restore has no client
 			u.Client, u.ClientFD = a.inner[holder.Pid], holder.FD
 		}
@@ -493,7 +500,8 @@ func (a *accepting) connecter(accepted, holder, server int) int {
 		candidates = append(candidates, t.host)
 	}
 	for _, pid := range candidates {
-		if uid, gid, ok := idsOf(pid); ok && (pid == holder || a.inner[pid] != 0) && uid == peer.Uid && gid == peer.Gid {
+		if uid, gid, ok := idsOf(pid); ok && (pid == holder || a.inner[pid] != 0) &&
+			uid == peer.Uid && gid == peer.Gid {
 			return pid
 		}
 	}

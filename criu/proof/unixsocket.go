@@ -40,7 +40,9 @@ func watchesOf(pids []int, inodes map[uint64]bool) (list []watch) {
 				var word uint64
 				var pos int64
 				line = strings.ReplaceAll(line, ":", ": ")
-				if n, _ := fmt.Sscanf(strings.Join(strings.Fields(line), " "), "tfd: %d events: %x data: %x pos: %d ino: %x", &w.FD, &events, &word, &pos, &w.inode); n != 5 || !inodes[w.inode] {
+				if n, _ := fmt.Sscanf(strings.Join(strings.Fields(line), " "),
+					"tfd: %d events: %x data: %x pos: %d ino: %x", &w.FD, &events, &word, &pos,
+					&w.inode); n != 5 || !inodes[w.inode] {
 					continue
 				}
 				w.epoll, _ = strconv.Atoi(e.Name())
@@ -132,7 +134,8 @@ type address struct {
 func rawName(fd int) ([]byte, error) {
 	raw := make([]byte, 128)
 	size := uint32(len(raw))
-	_, _, errno := unix.Syscall(unix.SYS_GETSOCKNAME, uintptr(fd), uintptr(unsafe.Pointer(&raw[0])), uintptr(unsafe.Pointer(&size)))
+	_, _, errno := unix.Syscall(unix.SYS_GETSOCKNAME, uintptr(fd), uintptr(unsafe.Pointer(&raw[0])),
+		uintptr(unsafe.Pointer(&size)))
 	if errno != 0 {
 		return nil, errno
 	}
@@ -182,7 +185,9 @@ func isAt(pid int, path string, want unix.Stat_t) bool {
 		return false
 	}
 	defer unix.Close(root)
-	fd, err := unix.Openat2(root, path, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT})
+	fd, err := unix.Openat2(root, path, &unix.OpenHow{
+		Flags: unix.O_PATH | unix.O_CLOEXEC, Resolve: unix.RESOLVE_IN_ROOT,
+	})
 	if err != nil {
 		return false
 	}

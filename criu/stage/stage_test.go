@@ -75,7 +75,9 @@ func TestModes(t *testing.T) {
 	if err := At(run, "c").Put(Restore{Images: "/i", Work: "/w"}); err != nil {
 		t.Fatal(err)
 	}
-	for path, want := range map[string]os.FileMode{"restore": 0o700, "restore/c": 0o700, "restore/c/restore.json": 0o600} {
+	for path, want := range map[string]os.FileMode{
+		"restore": 0o700, "restore/c": 0o700, "restore/c/restore.json": 0o600,
+	} {
 		st, err := os.Stat(filepath.Join(run, path))
 		if err != nil {
 			t.Fatal(err)

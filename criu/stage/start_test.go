@@ -81,16 +81,19 @@ func TestLifeOfAStart(t *testing.T) {
 	}
 
 	// A start without one ends what an earlier one owed.
-	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").ArmReap(), At(run, "c").UseStart(Start{})); err != nil {
+	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").ArmReap(),
+		At(run, "c").UseStart(Start{})); err != nil {
 		t.Fatal(err)
 	}
 	if At(run, "c").Armed() {
 		t.Error("still armed")
 	}
-	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").ArmReap(), At(run, "c").Disarm(), At(run, "c").Disarm()); err != nil || At(run, "c").Armed() {
+	if err := errors.Join(At(run, "c").UseStart(want), At(run, "c").ArmReap(), At(run, "c").Disarm(),
+		At(run, "c").Disarm()); err != nil || At(run, "c").Armed() {
 		t.Errorf("Disarm: %v", err)
 	}
-	if err := errors.Join(At(run, "c").PutStart(Start{}), At(run, "c").ClearStart(), At(run, "c").ClearStart()); err != nil {
+	if err := errors.Join(At(run, "c").PutStart(Start{}), At(run, "c").ClearStart(),
+		At(run, "c").ClearStart()); err != nil {
 		t.Error(err)
 	}
 	if ids, err := List(run); err != nil || len(ids) != 0 {

@@ -292,11 +292,14 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 			if !is {
 				return refuse(name, "path", "controller %q has no cgroups", m.name)
 			}
-			if !clean(m.path) || !below(m.path, top) || top == "/" && m.path != top || strings.ContainsRune(m.path, '\n') {
+			if !clean(m.path) || !below(m.path, top) || top == "/" && m.path != top ||
+				strings.ContainsRune(m.path, '\n') {
 				return refuse(name, "path", "%s is not below the container's %s", printable(m.path), printable(top))
 			}
-			if m.hidden && (int64(m.prefix) > int64(len(m.path)) || m.path[:m.prefix] != strings.TrimSuffix(top, "/") && m.path[:m.prefix] != top) {
-				return refuse(name, "cgns_prefix", "the cgroup namespace of %s is not the container's", printable(m.path))
+			if m.hidden && (int64(m.prefix) > int64(len(m.path)) ||
+				m.path[:m.prefix] != strings.TrimSuffix(top, "/") && m.path[:m.prefix] != top) {
+				return refuse(name, "cgns_prefix",
+					"the cgroup namespace of %s is not the container's", printable(m.path))
 			}
 			if own != "" {
 				m.path = filepath.Join(own, strings.TrimPrefix(m.path, top))
@@ -374,7 +377,9 @@ func (p *perms) judge(name string, spec *Spec) error {
 		id   uint32
 		maps []IDs
 	}{{"uid", p.uid, spec.Linux.UIDMappings}, {"gid", p.gid, spec.Linux.GIDMappings}} {
-		ours := slices.ContainsFunc(id.maps, func(m IDs) bool { return id.id >= m.Host && uint64(id.id) < uint64(m.Host)+uint64(m.Size) })
+		ours := slices.ContainsFunc(id.maps, func(m IDs) bool {
+			return id.id >= m.Host && uint64(id.id) < uint64(m.Host)+uint64(m.Size)
+		})
 		if id.id != 0 && !ours {
 			return refuse(name, "perms", "%s %d is none of the container's", id.what, id.id)
 		}

@@ -30,7 +30,8 @@ const (
 
 // bodies are the fields of a file_entry by its type.
 var bodies = map[uint32]protowire.Number{
-	1: 3, 2: 18, 3: 17, 4: 4, 5: 16, 6: 8, 7: 9, 8: 13, 9: 10, 10: 6, 11: 19, 12: 14, 13: 7, 14: 5, 15: 11, 16: 15, 17: 12, 18: 20, 19: 21, 20: 22,
+	1: 3, 2: 18, 3: 17, 4: 4, 5: 16, 6: 8, 7: 9, 8: 13, 9: 10, 10: 6, 11: 19, 12: 14, 13: 7, 14: 5, 15: 11, 16: 15,
+	17: 12, 18: 20, 19: 21, 20: 22,
 }
 
 func (j *judge) files(name string) error {
@@ -39,15 +40,18 @@ func (j *judge) files(name string) error {
 		if err != nil {
 			return err
 		}
-		if err := e.once(fields(1, 2), fields(3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22)); err != nil {
+		if err := e.once(fields(1, 2), fields(3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19,
+			20, 21, 22)); err != nil {
 			return err
 		}
 		kind := e.number(1)
 		if kind == 0 || kind > fileLast {
-			return refuse(name, "type", "file %#x is of type %d, which is not known to this version of agentbox", e.number(2), kind)
+			return refuse(name, "type",
+				"file %#x is of type %d, which is not known to this version of agentbox", e.number(2), kind)
 		}
 		if !e.has(bodies[kind]) {
-			return fmt.Errorf("image %s: file %#x of type %d has no properties: %w", name, e.number(2), kind, fault.ErrCorrupt)
+			return fmt.Errorf("image %s: file %#x of type %d has no properties: %w", name, e.number(2),
+				kind, fault.ErrCorrupt)
 		}
 		body, err := e.inner(bodies[kind], fmt.Sprintf("file %#x", e.number(2)))
 		if err != nil {
@@ -76,7 +80,8 @@ func (j *judge) opened(name string, kind uint32, f *message) error {
 			return refuse(name, f.name, "its name %s leads up", printable(f.text(6)))
 		case f.wide(9) != 0:
 			return refuse(name, f.name, "it is external to the dump")
-		case mode&unix.S_IFMT == unix.S_IFBLK && !j.spec.hostRoot() && !j.spec.can("MKNOD") && len(j.spec.Linux.Devices) == 0:
+		case mode&unix.S_IFMT == unix.S_IFBLK && !j.spec.hostRoot() && !j.spec.can("MKNOD") &&
+			len(j.spec.Linux.Devices) == 0:
 			return refuse(name, f.name, "it is a block device")
 		}
 	case fileInet:
@@ -155,7 +160,8 @@ func (j *judge) ghost(name string) error {
 		// The kernel's old notation, or the library's, of the number.
 		dev := uint64(m.number(rdev))
 		block := m.number(mode)&unix.S_IFMT == unix.S_IFBLK
-		if major, minor := unix.Major(dev), unix.Minor(dev); !j.spec.can("MKNOD") && !j.spec.device(block, major, minor) {
+		if major, minor := unix.Major(dev), unix.Minor(dev); !j.spec.can("MKNOD") &&
+			!j.spec.device(block, major, minor) {
 			return refuse(name, "rdev", "it is device %d:%d, which the container has not", major, minor)
 		}
 	}

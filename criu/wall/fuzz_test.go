@@ -87,7 +87,9 @@ var targets = map[string]target{
 	"FuzzFilelocks":   {[]string{"filelocks.img"}, holdsEntries},
 	"FuzzMemfd":       {[]string{"memfd.img"}, holdsEntries},
 	// Refused by name, as none of the bases is as good as the host's root.
-	"FuzzRooted": {[]string{"autofs-1.img", "binfmt-misc.img", "binfmt-misc-1.img", "bpfmap-file.img", "bpfmap-data.img"}, func(t *testing.T, _ base, name string) {
+	"FuzzRooted": {[]string{
+		"autofs-1.img", "binfmt-misc.img", "binfmt-misc-1.img", "bpfmap-file.img", "bpfmap-data.img",
+	}, func(t *testing.T, _ base, name string) {
 		t.Errorf("%s was let through", name)
 	}},
 	// Taken as they are.
@@ -160,7 +162,8 @@ func TestTargets(t *testing.T) {
 		t.Errorf("functions %v, targets %v", slices.Sorted(maps.Keys(funcs)), slices.Sorted(maps.Keys(targets)))
 	}
 	for image, data := range seeds(t) {
-		if _, judged := unread()[image]; len(data.of["dump"])+len(data.of["podman"]) == 0 && !judged && !slices.Contains(targets["FuzzRooted"].images, image) && !slices.Contains(rare, image) {
+		if _, judged := unread()[image]; len(data.of["dump"])+len(data.of["podman"]) == 0 && !judged &&
+			!slices.Contains(targets["FuzzRooted"].images, image) && !slices.Contains(rare, image) {
 			t.Errorf("%s: no container here has such an image", image)
 		}
 	}
@@ -514,11 +517,16 @@ func holdsIds(t *testing.T, b base, _ string) {
 		}
 		is, out := ids[0], inv[0].GetRootIds()
 		for typ, own := range map[specs.LinuxNamespaceType]bool{
-			specs.PIDNamespace: is.GetPidNsId() != out.GetPidNsId(), specs.NetworkNamespace: is.GetNetNsId() != out.GetNetNsId(),
-			specs.IPCNamespace: is.GetIpcNsId() != out.GetIpcNsId(), specs.UTSNamespace: is.GetUtsNsId() != out.GetUtsNsId(),
-			specs.MountNamespace: is.GetMntNsId() != out.GetMntNsId(), specs.UserNamespace: is.GetUserNsId() != out.GetUserNsId(),
+			specs.PIDNamespace:     is.GetPidNsId() != out.GetPidNsId(),
+			specs.NetworkNamespace: is.GetNetNsId() != out.GetNetNsId(),
+			specs.IPCNamespace:     is.GetIpcNsId() != out.GetIpcNsId(),
+			specs.UTSNamespace:     is.GetUtsNsId() != out.GetUtsNsId(),
+			specs.MountNamespace:   is.GetMntNsId() != out.GetMntNsId(),
+			specs.UserNamespace:    is.GetUserNsId() != out.GetUserNsId(),
 		} {
-			if has := slices.IndexFunc(spec.Linux.Namespaces, func(n specs.LinuxNamespace) bool { return n.Type == typ }); own != (has >= 0) && (has < 0 || spec.Linux.Namespaces[has].Path == "") {
+			if has := slices.IndexFunc(spec.Linux.Namespaces, func(n specs.LinuxNamespace) bool {
+				return n.Type == typ
+			}); own != (has >= 0) && (has < 0 || spec.Linux.Namespaces[has].Path == "") {
 				t.Errorf("%s: own: %v", typ, own)
 			}
 		}
@@ -547,7 +555,8 @@ func holdsCore(t *testing.T, b base, name string) {
 				}
 			}
 		}
-		if more := c.ProtoReflect().GetUnknown(); noNewPrivileges && !bytes.Contains(more, []byte{18<<3&0x7f | 0x80, 18 >> 4, 1}) {
+		if more := c.ProtoReflect().GetUnknown(); noNewPrivileges &&
+			!bytes.Contains(more, []byte{18<<3&0x7f | 0x80, 18 >> 4, 1}) {
 			t.Errorf("no_new_privs: %x", more)
 		}
 		if p := e.GetThreadCore().GetSchedPolicy() &^ (1 << 30); p == 1 || p == 2 || p == 6 {
@@ -578,7 +587,8 @@ func holdsMountpoints(t *testing.T, b base, name string) {
 	roots := 0
 	for _, m := range decoded[mnt.MntEntry](t, b, name) {
 		at := m.GetMountpoint()
-		if path.Clean(at) != at || !path.IsAbs(at) || strings.Contains(m.GetRoot(), "/..") && path.Clean(m.GetRoot()) != m.GetRoot() || m.GetWithPlugin() || m.GetExtMount() {
+		if path.Clean(at) != at || !path.IsAbs(at) || strings.Contains(m.GetRoot(), "/..") &&
+			path.Clean(m.GetRoot()) != m.GetRoot() || m.GetWithPlugin() || m.GetExtMount() {
 			t.Errorf("%v", m)
 		}
 		if at == "/" {
@@ -586,14 +596,17 @@ func holdsMountpoints(t *testing.T, b base, name string) {
 			continue
 		}
 		named := slices.ContainsFunc(spec.Mounts, func(w specs.Mount) bool {
-			return w.Destination == at || w.Type == "cgroup" && path.Dir(at) == w.Destination || strings.HasPrefix(at, w.Destination+"/") && slices.Contains(w.Options, "rbind")
+			return w.Destination == at || w.Type == "cgroup" && path.Dir(at) == w.Destination ||
+				strings.HasPrefix(at, w.Destination+"/") && slices.Contains(w.Options, "rbind")
 		})
 		if w := slices.IndexFunc(spec.Mounts, func(w specs.Mount) bool { return w.Destination == at }); w >= 0 {
-			if slices.Contains(spec.Mounts[w].Options, "ro") && m.GetFlags()&unix.MS_RDONLY == 0 && m.GetSbFlags()&unix.MS_RDONLY == 0 && spec.Mounts[w].Type != "cgroup" {
+			if slices.Contains(spec.Mounts[w].Options, "ro") && m.GetFlags()&unix.MS_RDONLY == 0 &&
+				m.GetSbFlags()&unix.MS_RDONLY == 0 && spec.Mounts[w].Type != "cgroup" {
 				t.Errorf("%s is writable: %v", at, m)
 			}
 		}
-		covers := (strings.HasPrefix(at, "/proc/") || strings.HasPrefix(at, "/sys/")) && (m.GetFlags()&unix.MS_RDONLY != 0 || m.GetRoot() == "/null")
+		covers := (strings.HasPrefix(at, "/proc/") || strings.HasPrefix(at, "/sys/")) &&
+			(m.GetFlags()&unix.MS_RDONLY != 0 || m.GetRoot() == "/null")
 		device := path.Dir(at) == "/dev" && (path.Base(m.GetRoot()) == path.Base(at) || at == "/dev/console")
 		if !named && !covers && !device {
 			t.Errorf("%s is no mount of the spec: %v", at, m)
@@ -635,7 +648,8 @@ func plain(t *testing.T, list []*cgroup.CgroupDirEntry) {
 			t.Errorf("%v", d)
 		}
 		for _, p := range d.GetProperties() {
-			if n := p.GetName(); n == "release_agent" || n == "cgroup.kill" || n == "cgroup.freeze" || strings.Contains(n, "/") {
+			if n := p.GetName(); n == "release_agent" || n == "cgroup.kill" || n == "cgroup.freeze" ||
+				strings.Contains(n, "/") {
 				t.Errorf("%v", p)
 			}
 		}
@@ -653,7 +667,9 @@ func holdsUserns(t *testing.T, b base, name string) {
 			return false
 		}
 		for _, g := range got {
-			if !slices.Contains(want, specs.LinuxIDMapping{ContainerID: g.GetFirst(), HostID: g.GetLowerFirst(), Size: g.GetCount()}) {
+			if !slices.Contains(want, specs.LinuxIDMapping{
+				ContainerID: g.GetFirst(), HostID: g.GetLowerFirst(), Size: g.GetCount(),
+			}) {
 				return false
 			}
 		}
@@ -682,11 +698,14 @@ func holdsFiles(t *testing.T, b base, name string) {
 	most, _ := b.spec.Limits()
 	for _, e := range decoded[fdinfo.FileEntry](t, b, name) {
 		switch {
-		case leads(e.GetReg().GetName()), e.GetReg().GetExt(), leads(string(e.GetUsk().GetName())), leads(e.GetUsk().GetNameDir()):
+		case leads(e.GetReg().GetName()), e.GetReg().GetExt(), leads(string(e.GetUsk().GetName())),
+			leads(e.GetUsk().GetNameDir()):
 			t.Errorf("%v", e)
-		case e.GetType() == fdinfo.FdTypes_PACKETSK && most&(1<<unix.CAP_NET_RAW) == 0, e.GetType() == fdinfo.FdTypes_TUNF, e.GetType() == fdinfo.FdTypes_EXT, e.GetType() == fdinfo.FdTypes_BPFMAP:
+		case e.GetType() == fdinfo.FdTypes_PACKETSK && most&(1<<unix.CAP_NET_RAW) == 0,
+			e.GetType() == fdinfo.FdTypes_TUNF, e.GetType() == fdinfo.FdTypes_EXT, e.GetType() == fdinfo.FdTypes_BPFMAP:
 			t.Errorf("%v", e)
-		case e.GetType() == fdinfo.FdTypes_INETSK && e.GetIsk().GetType() == unix.SOCK_RAW && most&(1<<unix.CAP_NET_RAW) == 0:
+		case e.GetType() == fdinfo.FdTypes_INETSK && e.GetIsk().GetType() == unix.SOCK_RAW &&
+			most&(1<<unix.CAP_NET_RAW) == 0:
 			t.Errorf("%v", e)
 		case e.GetType() == fdinfo.FdTypes_FANOTIFY && len(e.GetFfy().GetMark()) > 0:
 			t.Errorf("%v", e)
@@ -726,7 +745,8 @@ func holdsUtsns(t *testing.T, b base, name string) {
 func holdsNetdev(t *testing.T, b base, name string) {
 	for _, e := range decoded[netdev.NetDeviceEntry](t, b, name) {
 		n := e.GetName()
-		if strings.ContainsAny(n, "/ \n") || n == "." || n == ".." || n == "" || e.GetType() != netdev.NdType_LOOPBACK && !strings.HasSuffix(n, "0") {
+		if strings.ContainsAny(n, "/ \n") || n == "." || n == ".." || n == "" ||
+			e.GetType() != netdev.NdType_LOOPBACK && !strings.HasSuffix(n, "0") {
 			t.Errorf("%v", e)
 		}
 	}
@@ -770,7 +790,8 @@ func holdsNftables(t *testing.T, b base, name string) {
 	must(t, err)
 	for line := range strings.Lines(string(data)) {
 		line = strings.TrimSpace(line)
-		if word, _, _ := strings.Cut(line, " "); word == "include" || word == "define" || word == "add" || word == "delete" || word == "table" && !strings.HasPrefix(line, "table inet CRIU-") {
+		if word, _, _ := strings.Cut(line, " "); word == "include" || word == "define" || word == "add" ||
+			word == "delete" || word == "table" && !strings.HasPrefix(line, "table inet CRIU-") {
 			t.Errorf("%q", line)
 		}
 	}
@@ -846,8 +867,12 @@ func TestDump(t *testing.T) {
 		s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.UserNamespace})
 		s.Linux.UIDMappings = []specs.LinuxIDMapping{{ContainerID: 0, HostID: ids, Size: 65536}}
 		s.Linux.GIDMappings = s.Linux.UIDMappings
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/tmp", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "nodev"}},
-			specs.Mount{Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "ro", "rprivate"}})
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/tmp", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "nodev"},
+		},
+			specs.Mount{
+				Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "ro", "rprivate"},
+			})
 		s.Process.Env = append(s.Process.Env, "GODEBUG=multipathtcp=0")
 		s.Linux.Seccomp = &specs.LinuxSeccomp{
 			DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64, specs.ArchX86, specs.ArchX32},
@@ -875,7 +900,8 @@ func TestDump(t *testing.T) {
 		}
 		return err == nil
 	})
-	if text, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--tcp-established", "--image-path", b.Images, "--work-path", b.Work, b.ID); err != nil {
+	if text, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--tcp-established", "--image-path", b.Images,
+		"--work-path", b.Work, b.ID); err != nil {
 		log, _ := os.ReadFile(filepath.Join(b.Work, "dump.log"))
 		t.Fatalf("checkpoint: %v: %s\n%s", err, text, log)
 	}
@@ -906,7 +932,8 @@ func TestDump(t *testing.T) {
 // dumpNetwork dumps a network namespace, which the OCI runtime leaves out.
 func dumpNetwork(t *testing.T) (images string) {
 	t.Helper()
-	cmd := exec.Command("unshare", "-n", "sh", "-c", "ip link set lo up; ip link add dummy0 type dummy; ip rule add from 10.1.2.3 lookup 7; exec sleep 1000")
+	cmd := exec.Command("unshare", "-n", "sh", "-c",
+		"ip link set lo up; ip link add dummy0 type dummy; ip rule add from 10.1.2.3 lookup 7; exec sleep 1000")
 	cmd.SysProcAttr = &unix.SysProcAttr{Setsid: true}
 	must(t, cmd.Start())
 	defer func() {
@@ -920,7 +947,8 @@ func dumpNetwork(t *testing.T) (images string) {
 	all := t.TempDir()
 	criu, err := host.Find("criu", nil)
 	must(t, err)
-	if out, err := exec.Command(criu, "dump", "--leave-running", "-D", all, "-t", fmt.Sprint(cmd.Process.Pid)).CombinedOutput(); err != nil {
+	if out, err := exec.Command(criu, "dump", "--leave-running", "-D", all, "-t",
+		fmt.Sprint(cmd.Process.Pid)).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	images = t.TempDir()

@@ -215,7 +215,8 @@ func installed(t testing.TB, files string) {
 	must(t, err)
 	defer program.Close()
 	if libraries, err := program.ImportedLibraries(); err != nil || len(libraries) > 0 {
-		t.Fatalf("this test's program needs %q, which the container does not have (%v): build it with CGO_ENABLED=0", libraries, err)
+		t.Fatalf("this test's program needs %q, which the container does not have (%v): build it with CGO_ENABLED=0",
+			libraries, err)
 	}
 	data, err := os.ReadFile(self)
 	must(t, err)

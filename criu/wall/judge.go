@@ -125,7 +125,10 @@ type judge struct {
 // container's, below where cgroups are mounted; empty: the runtime tells CRIU which it is. A
 // refusal is a *Refusal, images that make no sense are ErrCorrupt.
 func Judge(dir string, spec *Spec, cgroup string) error {
-	j := &judge{dir: dir, spec: spec, own: cgroup, sets: map[uint32]bool{}, leaders: map[string]string{}, mounts: map[string][]mount{}, tars: map[string]*contents{}}
+	j := &judge{
+		dir: dir, spec: spec, own: cgroup, sets: map[uint32]bool{}, leaders: map[string]string{},
+		mounts: map[string][]mount{}, tars: map[string]*contents{},
+	}
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return fmt.Errorf("images: %w", err)

@@ -26,7 +26,10 @@ type Restored struct {
 // Inspect holds what the kernel says of restored processes against the container's spec.
 // They are frozen and have not run. A difference is a *Refusal.
 func Inspect(r Restored, spec *Spec) error {
-	l := &look{spec: spec, Restored: r, own: "/proc/thread-self/", views: map[string]*view{}, members: map[string]map[int]bool{}}
+	l := &look{
+		spec: spec, Restored: r, own: "/proc/thread-self/", views: map[string]*view{},
+		members: map[string]map[int]bool{},
+	}
 	all, err := l.all()
 	if err != nil {
 		return err
@@ -125,7 +128,9 @@ func (l *look) process(pid int) error {
 	if err != nil || s["State"] == "" || strings.HasPrefix(s["State"], "Z") || strings.HasPrefix(s["State"], "X") {
 		return err
 	}
-	for _, step := range []func(int, string) error{l.namespaces, l.maps, l.cgroups, l.threads, l.mounted, l.files, l.mapped} {
+	for _, step := range []func(int, string) error{
+		l.namespaces, l.maps, l.cgroups, l.threads, l.mounted, l.files, l.mapped,
+	} {
 		if err := step(pid, dir); err != nil {
 			return err
 		}
@@ -139,7 +144,8 @@ func refuseOf(pid int, what, format string, a ...any) error {
 
 func (l *look) namespaces(pid int, dir string) error {
 	for _, ns := range []struct{ typ, file string }{
-		{"pid", "pid"}, {"network", "net"}, {"ipc", "ipc"}, {"uts", "uts"}, {"mount", "mnt"}, {"user", "user"}, {"cgroup", "cgroup"},
+		{"pid", "pid"}, {"network", "net"}, {"ipc", "ipc"}, {"uts", "uts"}, {"mount", "mnt"},
+		{"user", "user"}, {"cgroup", "cgroup"},
 	} {
 		theirs, err := os.Readlink(dir + "ns/" + ns.file)
 		if err != nil {
@@ -547,14 +553,16 @@ func (l *look) files(pid int, dir string) error {
 			continue
 		}
 		if l.under(target) {
-			return refuseOf(pid, "file descriptor "+e.Name(), "%s is hidden in the container, or read-only", printable(target))
+			return refuseOf(pid, "file descriptor "+e.Name(),
+				"%s is hidden in the container, or read-only", printable(target))
 		}
 		id, err := mountID(dir + "fdinfo/" + e.Name())
 		if err != nil {
 			return err
 		}
 		if !v.ids[id] && !l.anywhere(id) {
-			return refuseOf(pid, "file descriptor "+e.Name(), "%s is outside of the container's mounts", printable(target))
+			return refuseOf(pid, "file descriptor "+e.Name(),
+				"%s is outside of the container's mounts", printable(target))
 		}
 		var st unix.Stat_t
 		if err := unix.Stat(dir+"fd/"+e.Name(), &st); err != nil {

@@ -25,9 +25,13 @@ func TestLook(t *testing.T) {
 	must(t, unix.Mount("tmpfs", shared, "tmpfs", 0, ""))
 	t.Cleanup(func() { must(t, unix.Unmount(shared, unix.MNT_DETACH)) })
 	must(t, unix.Mount("", shared, "", unix.MS_SHARED, ""))
-	b := criutest.New(t, []string{"sh", "-c", "exec 7</bin/busybox; sleep 1000 & echo up > /up; wait"}, func(s *specs.Spec) {
+	b := criutest.New(t, []string{
+		"sh", "-c", "exec 7</bin/busybox; sleep 1000 & echo up > /up; wait",
+	}, func(s *specs.Spec) {
 		s.Process.NoNewPrivileges = false
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/shared", Type: "bind", Source: shared, Options: []string{"rbind", "rshared"}},
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/shared", Type: "bind", Source: shared, Options: []string{"rbind", "rshared"},
+		},
 			specs.Mount{Destination: "/slave", Type: "bind", Source: shared, Options: []string{"rbind", "rslave"}},
 			specs.Mount{Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "rprivate"}})
 	})
@@ -46,15 +50,26 @@ func TestLook(t *testing.T) {
 			s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.UserNamespace})
 		},
 		"pid namespace": func(s *specs.Spec, _ *wall.Restored) {
-			s.Linux.Namespaces = append(without(s.Linux.Namespaces, specs.PIDNamespace), specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/self/ns/pid"})
+			s.Linux.Namespaces = append(without(s.Linux.Namespaces, specs.PIDNamespace),
+				specs.LinuxNamespace{Type: specs.PIDNamespace, Path: "/proc/self/ns/pid"})
 		},
-		"NoNewPrivs":                            func(s *specs.Spec, _ *wall.Restored) { s.Process.NoNewPrivileges = true },
-		`flags of the mount at "/"`:             func(s *specs.Spec, _ *wall.Restored) { s.Root.Readonly = true },
-		`mount at "/"`:                          func(s *specs.Spec, _ *wall.Restored) { s.Root.Path = other },
-		`mount at "/bound": it does`:            func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-1].Source = other },
-		`mount at "/bound": the con`:            func(s *specs.Spec, _ *wall.Restored) { s.Mounts = s.Mounts[:len(s.Mounts)-1] },
-		`mount at "/bound": it lack`:            func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-1].Options = []string{"rbind", "ro"} },
-		`propagation of the mount at "/shared"`: func(s *specs.Spec, _ *wall.Restored) { s.Mounts[len(s.Mounts)-3].Options = []string{"rbind", "rslave"} },
+		"NoNewPrivs": func(s *specs.Spec, _ *wall.Restored) {
+			s.Process.NoNewPrivileges = true
+		},
+		`flags of the mount at "/"`: func(s *specs.Spec, _ *wall.Restored) { s.Root.Readonly = true },
+		`mount at "/"`:              func(s *specs.Spec, _ *wall.Restored) { s.Root.Path = other },
+		`mount at "/bound": it does`: func(s *specs.Spec, _ *wall.Restored) {
+			s.Mounts[len(s.Mounts)-1].Source = other
+		},
+		`mount at "/bound": the con`: func(s *specs.Spec, _ *wall.Restored) {
+			s.Mounts = s.Mounts[:len(s.Mounts)-1]
+		},
+		`mount at "/bound": it lack`: func(s *specs.Spec, _ *wall.Restored) {
+			s.Mounts[len(s.Mounts)-1].Options = []string{"rbind", "ro"}
+		},
+		`propagation of the mount at "/shared"`: func(s *specs.Spec, _ *wall.Restored) {
+			s.Mounts[len(s.Mounts)-3].Options = []string{"rbind", "rslave"}
+		},
 		`propagation of the mount at "/slave"`: func(s *specs.Spec, _ *wall.Restored) {
 			s.Mounts[len(s.Mounts)-2].Options = []string{"rbind", "rprivate"}
 		},
@@ -74,7 +89,8 @@ func TestLook(t *testing.T) {
 		s.Linux.ReadonlyPaths = append(s.Linux.ReadonlyPaths, "/tmp", "/plain")
 	}
 	must(t, look(more))
-	out, err := b.Do("exec", b.ID, "sh", "-c", "cat /proc/uptime; echo * | grep -c none; touch /proc/driver/x /tmp/x; echo >/plain")
+	out, err := b.Do("exec", b.ID, "sh", "-c",
+		"cat /proc/uptime; echo * | grep -c none; touch /proc/driver/x /tmp/x; echo >/plain")
 	if err == nil || strings.Contains(out, ".") || strings.Count(out, "Read-only file system") != 3 {
 		t.Errorf("masked: %v: %s", err, out)
 	}
@@ -148,7 +164,9 @@ func holder(t testing.TB, what, bound string) *criutest.Box {
 	t.Helper()
 	must(t, os.WriteFile(filepath.Join(bound, "x"), make([]byte, 4096), 0o600))
 	b := criutest.New(t, []string{"hold", what}, func(s *specs.Spec) {
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "rprivate"}})
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "rprivate"},
+		})
 	})
 	installed(t, b.Files)
 	return b

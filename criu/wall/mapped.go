@@ -82,7 +82,8 @@ func (l *look) mapping(pid int, v *view, link, path string) error {
 func placeOf(link string) (uint32, *unix.Stat_t, error) {
 	var x unix.Statx_t
 	// One call, for there may be tens of thousands. It asks no server, which may be frozen.
-	err := unix.Statx(unix.AT_FDCWD, link, unix.AT_STATX_DONT_SYNC|unix.AT_NO_AUTOMOUNT, unix.STATX_TYPE|unix.STATX_MNT_ID, &x)
+	err := unix.Statx(unix.AT_FDCWD, link, unix.AT_STATX_DONT_SYNC|unix.AT_NO_AUTOMOUNT,
+		unix.STATX_TYPE|unix.STATX_MNT_ID, &x)
 	if err == nil && x.Mask&unix.STATX_MNT_ID != 0 {
 		return uint32(x.Mnt_id), &unix.Stat_t{Mode: uint32(x.Mode), Rdev: unix.Mkdev(x.Rdev_major, x.Rdev_minor)}, nil
 	}
@@ -138,7 +139,8 @@ func (l *look) watches(pid int, dir, fd string) error {
 			return err
 		}
 		if !in && !l.spec.mounter() { // which may have unmounted it
-			return refuseOf(pid, "file descriptor "+fd, "it watches file %s of device %s outside of the container's mounts", w["ino"], w["sdev"])
+			return refuseOf(pid, "file descriptor "+fd,
+				"it watches file %s of device %s outside of the container's mounts", w["ino"], w["sdev"])
 		}
 	}
 	return nil
@@ -228,7 +230,10 @@ func shows(root int, m mount, handle unix.FileHandle) (in, could bool, err error
 	if rest == "" {
 		rest = "."
 	}
-	there, err := unix.Openat2(at, rest, &unix.OpenHow{Flags: unix.O_PATH | unix.O_CLOEXEC | unix.O_NOFOLLOW, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_SYMLINKS})
+	there, err := unix.Openat2(at, rest, &unix.OpenHow{
+		Flags:   unix.O_PATH | unix.O_CLOEXEC | unix.O_NOFOLLOW,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_SYMLINKS,
+	})
 	if err != nil {
 		return false, true, nil
 	}
@@ -245,7 +250,8 @@ func (l *look) device(pid int, what, path string, st *unix.Stat_t) error {
 	if !block && st.Mode&unix.S_IFMT != unix.S_IFCHR || l.spec.hostRoot() {
 		return nil
 	}
-	if major, minor := unix.Major(st.Rdev), unix.Minor(st.Rdev); !l.spec.device(block, major, minor) && !(major == 10 && minor == 200 && l.spec.can("NET_ADMIN")) {
+	if major, minor := unix.Major(st.Rdev), unix.Minor(st.Rdev); !l.spec.device(block, major, minor) &&
+		!(major == 10 && minor == 200 && l.spec.can("NET_ADMIN")) {
 		return refuseOf(pid, what, "%s is device %d:%d, which the container has not", printable(path), major, minor)
 	}
 	return nil

@@ -30,8 +30,10 @@ type mount struct {
 
 // fstypes are the filesystems as images number them.
 var fstypes = map[uint32]string{
-	0: "", 1: "proc", 2: "sysfs", 3: "devtmpfs", 4: "binfmt_misc", 5: "tmpfs", 6: "devpts", 7: "simfs", 8: "pstore", 9: "securityfs",
-	10: "fusectl", 11: "debugfs", 12: "cgroup", 13: "aufs", 14: "mqueue", 15: "fuse", 16: "auto", 17: "overlay", 18: "autofs",
+	0: "", 1: "proc", 2: "sysfs", 3: "devtmpfs", 4: "binfmt_misc", 5: "tmpfs", 6: "devpts", 7: "simfs",
+	8: "pstore", 9: "securityfs",
+	10: "fusectl", 11: "debugfs", 12: "cgroup", 13: "aufs", 14: "mqueue", 15: "fuse", 16: "auto",
+	17: "overlay", 18: "autofs",
 	19: "tracefs", 23: "cgroup2",
 }
 
@@ -54,7 +56,8 @@ func (j *judge) mountpoints(name string) error {
 			return err
 		}
 		m := mount{
-			id: e.number(2), parent: e.number(4), dev: uint64(e.number(3)), flags: uint64(e.number(5)), root: e.text(6), point: e.text(7),
+			id: e.number(2), parent: e.number(4), dev: uint64(e.number(3)), flags: uint64(e.number(5)),
+			root: e.text(6), point: e.text(7),
 			source: e.text(8), options: e.text(9), external: e.text(18), group: e.number(10), master: e.number(11),
 		}
 		kind, known := fstypes[e.number(1)]
@@ -89,7 +92,8 @@ func (m mount) field(name string) string {
 // checkMounts judges the mounts of each namespace.
 func (j *judge) checkMounts() error {
 	if len(j.mounts) > 1 && !j.spec.mounter() {
-		return refuse(slices.Sorted(maps.Keys(j.mounts))[1], "mount namespace", "there is a second one, which takes CAP_SYS_ADMIN")
+		return refuse(slices.Sorted(maps.Keys(j.mounts))[1], "mount namespace",
+			"there is a second one, which takes CAP_SYS_ADMIN")
 	}
 	for _, name := range slices.Sorted(maps.Keys(j.mounts)) {
 		list := j.mounts[name]
@@ -134,7 +138,8 @@ func (s *Spec) checkMounts(image string, list []mount, outside map[uint32]bool) 
 		if !clean(m.point) {
 			return refuse(image, m.field("mountpoint"), "it is no clean path")
 		}
-		if !clean(m.root) && !(m.live && (strings.Contains(m.root, "//deleted") || strings.HasPrefix(m.fstype, "cgroup") || m.fstype == "nsfs")) {
+		if !clean(m.root) && !(m.live && (strings.Contains(m.root, "//deleted") ||
+			strings.HasPrefix(m.fstype, "cgroup") || m.fstype == "nsfs")) {
 			return refuse(image, m.field("root"), "%s leads elsewhere", printable(m.root))
 		}
 		if m.point == "/" {
@@ -179,7 +184,8 @@ func (s *Spec) checkSharing(image string, m mount, outside map[uint32]bool) erro
 	case m.group != 0 && asked != "shared" && (outside[m.group] || !s.mounter()):
 		return refuse(image, m.field("propagation"), "it is shared, and the container's is not")
 	case m.live && outside[m.master] && (asked == "private" || asked == "unbindable"):
-		return refuse(image, m.field("propagation"), "what the host mounts would be mounted there, and the container's is %s", asked)
+		return refuse(image, m.field("propagation"),
+			"what the host mounts would be mounted there, and the container's is %s", asked)
 	}
 	return nil
 }
@@ -245,7 +251,8 @@ func (s *Spec) checkWanted(image string, m mount, w *SpecMount) error {
 	switch {
 	case w.bind():
 		if !m.live && m.external != m.point {
-			return refuse(image, m.field("ext_key"), "it is %s, and the container has a path of the host there", printable(m.external))
+			return refuse(image, m.field("ext_key"),
+				"it is %s, and the container has a path of the host there", printable(m.external))
 		}
 		return nil // which one the kernel will tell
 	case m.external != "" && m.external != m.point:
@@ -255,11 +262,13 @@ func (s *Spec) checkWanted(image string, m mount, w *SpecMount) error {
 		return refuse(image, m.field("fstype"), "it is %s, and the container's is %s", m.fstype, w.Type)
 	}
 	if m.root != "/" && !strings.HasPrefix(m.fstype, "cgroup") {
-		return refuse(image, m.field("root"), "it is %s, and the container's is all of its filesystem", printable(m.root))
+		return refuse(image, m.field("root"),
+			"it is %s, and the container's is all of its filesystem", printable(m.root))
 	}
 	if !m.live && kind == "overlay" {
 		for _, o := range w.Options {
-			if k, _, is := strings.Cut(o, "="); is && strings.HasSuffix(k, "dir") && !slices.Contains(strings.Split(m.options, ","), o) {
+			if k, _, is := strings.Cut(o, "="); is && strings.HasSuffix(k, "dir") &&
+				!slices.Contains(strings.Split(m.options, ","), o) {
 				return refuse(image, m.field("options"), "%s is not the container's", k)
 			}
 		}
@@ -286,10 +295,12 @@ const null = "/dev/null"
 func (s *Spec) checkMasked(image string, m mount) error {
 	switch {
 	case m.fstype == "tmpfs" && m.root == "/" && m.external == "" && m.flags&unix.MS_RDONLY != 0:
-	case (m.fstype == "tmpfs" || m.fstype == "devtmpfs") && m.root == "/null" && (m.external == null || m.external == "" || m.external == m.point):
+	case (m.fstype == "tmpfs" || m.fstype == "devtmpfs") && m.root == "/null" &&
+		(m.external == null || m.external == "" || m.external == m.point):
 	case m.live && filepath.Base(m.root) == "null":
 	default:
-		return refuse(image, m.field("root"), "the container has nothing to see there, and this would be %s of %s", printable(m.root), m.fstype)
+		return refuse(image, m.field("root"), "the container has nothing to see there, and this would be %s of %s",
+			printable(m.root), m.fstype)
 	}
 	return nil
 }
@@ -300,7 +311,8 @@ func (s *Spec) checkReadonly(image string, m mount, list []mount) error {
 		return refuse(image, m.field("flags"), "it is writable, and the container's is read-only")
 	}
 	over := holder(m, list)
-	if over == nil || over.dev != m.dev || m.external != "" || m.root != filepath.Join(over.root, strings.TrimPrefix(m.point, over.point)) {
+	if over == nil || over.dev != m.dev || m.external != "" ||
+		m.root != filepath.Join(over.root, strings.TrimPrefix(m.point, over.point)) {
 		return refuse(image, m.field("root"), "it is another part of %s than what lies there", m.fstype)
 	}
 	return nil
@@ -310,7 +322,8 @@ func (s *Spec) checkReadonly(image string, m mount, list []mount) error {
 func holder(m mount, list []mount) *mount {
 	var in *mount
 	for i, o := range list {
-		if o.id != m.id && o.point != m.point && below(m.point, o.point) && (in == nil || len(o.point) > len(in.point)) {
+		if o.id != m.id && o.point != m.point && below(m.point, o.point) &&
+			(in == nil || len(o.point) > len(in.point)) {
 			in = &list[i]
 		}
 	}
@@ -328,7 +341,8 @@ func (s *Spec) checkOther(image string, m mount, list []mount) error {
 			continue
 		}
 		switch {
-		case w.Type == "cgroup" && m.fstype == "cgroup" && (m.external == m.point || m.external == "") && filepath.Dir(m.point) == at:
+		case w.Type == "cgroup" && m.fstype == "cgroup" && (m.external == m.point || m.external == "") &&
+			filepath.Dir(m.point) == at:
 			if lack := w.flags() &^ m.flags & limiting; lack != 0 {
 				return refuse(image, m.field("flags"), "it lacks %s, which the container's has", flagNames(lack))
 			}
@@ -344,7 +358,8 @@ func (s *Spec) checkOther(image string, m mount, list []mount) error {
 		return nil
 	}
 	// Another engine, or another version, masks other things: that gives less.
-	if (below(m.point, "/proc") || below(m.point, "/sys")) && (s.checkMasked(image, m) == nil || s.checkReadonly(image, m, list) == nil) {
+	if (below(m.point, "/proc") || below(m.point, "/sys")) &&
+		(s.checkMasked(image, m) == nil || s.checkReadonly(image, m, list) == nil) {
 		return nil
 	}
 	if s.mounter() && m.external == "" {
@@ -361,13 +376,15 @@ func (s *Spec) checkOther(image string, m mount, list []mount) error {
 			return nil
 		}
 	}
-	return refuse(image, m.field("mountpoint"), "the container has no mount there, and this would be %s of a %s", printable(m.root), m.fstype)
+	return refuse(image, m.field("mountpoint"), "the container has no mount there, and this would be %s of a %s",
+		printable(m.root), m.fstype)
 }
 
 // deviceMount reports whether a mount is a device node that the OCI runtime binds: of a
 // container that cannot make nodes, and the console.
 func (s *Spec) deviceMount(m mount) bool {
-	if m.external != "" && m.external != m.point || m.fstype != "tmpfs" && m.fstype != "devtmpfs" && m.fstype != "devpts" {
+	if m.external != "" && m.external != m.point || m.fstype != "tmpfs" &&
+		m.fstype != "devtmpfs" && m.fstype != "devpts" {
 		return false
 	}
 	if m.fstype == "devpts" {

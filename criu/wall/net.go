@@ -46,12 +46,14 @@ func (j *judge) netdev(name string) error {
 			return err
 		}
 		// It becomes a part of the paths of its settings.
-		if n := m.text(ifname); n == "" || n == "." || n == ".." || len(n) >= unix.IFNAMSIZ || strings.ContainsAny(n, "/\x00 \t\n") {
+		if n := m.text(ifname); n == "" || n == "." || n == ".." || len(n) >= unix.IFNAMSIZ ||
+			strings.ContainsAny(n, "/\x00 \t\n") {
 			return refuse(name, "name", "%s is no network device's name", printable(n))
 		}
 		// The others have their far end, or the device below, on the host.
 		if k := m.number(kind); k != deviceLoopback && !j.spec.can("NET_ADMIN") && !kernelMade(m.text(ifname)) {
-			return refuse(name, "type", "the device %s of type %d takes CAP_NET_ADMIN, which the container has not", printable(m.text(ifname)), k)
+			return refuse(name, "type", "the device %s of type %d takes CAP_NET_ADMIN, which the container has not",
+				printable(m.text(ifname)), k)
 		}
 		return nil
 	})
@@ -60,7 +62,9 @@ func (j *judge) netdev(name string) error {
 // kernelMade reports whether name is a device that a new network namespace has by itself, where
 // its module is loaded.
 func kernelMade(name string) bool {
-	return slices.Contains([]string{"sit0", "tunl0", "gre0", "gretap0", "erspan0", "ip6tnl0", "ip6gre0", "ip_vti0", "ip6_vti0"}, name)
+	return slices.Contains([]string{
+		"sit0", "tunl0", "gre0", "gretap0", "erspan0", "ip6tnl0", "ip6gre0", "ip_vti0", "ip6_vti0",
+	}, name)
 }
 
 // routes judges addresses, routes and rules, which CRIU has ip(8) restore: it passes on
@@ -150,7 +154,8 @@ func (j *judge) iptables(name string) error {
 		}
 		for _, word := range words(line) {
 			if strings.HasPrefix(word, "-") && !iptablesOption()[word] {
-				return refuse(name, "line", "the option %s of a rule is not known to this version of agentbox", printable(word))
+				return refuse(name, "line",
+					"the option %s of a rule is not known to this version of agentbox", printable(word))
 			}
 		}
 	}

@@ -87,7 +87,8 @@ func (j *judge) checkNamespaces() error {
 		return err
 	}
 	if j.outside == nil {
-		return refuse("inventory.img", "root_ids", "there are none, so that all processes would be in the host's namespaces")
+		return refuse("inventory.img", "root_ids",
+			"there are none, so that all processes would be in the host's namespaces")
 	}
 	for _, ns := range []struct {
 		typ string
@@ -98,7 +99,8 @@ func (j *judge) checkNamespaces() error {
 		case has != nil && has.Path == "" && !own:
 			return refuse(j.first, ns.typ+" namespace", "the first process is in the host's")
 		case has == nil && own:
-			return refuse(j.first, ns.typ+" namespace", "the first process is in one of its own, and the container has the host's")
+			return refuse(j.first, ns.typ+" namespace",
+				"the first process is in one of its own, and the container has the host's")
 		}
 	}
 	return nil
@@ -265,7 +267,10 @@ func (j *judge) limit(name string) error {
 }
 
 // limits are the names of the resource limits, in the order of their numbers.
-var limits = []string{"CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS", "LOCKS", "SIGPENDING", "MSGQUEUE", "NICE", "RTPRIO", "RTTIME"}
+var limits = []string{
+	"CPU", "FSIZE", "DATA", "STACK", "CORE", "RSS", "NPROC", "NOFILE", "MEMLOCK", "AS", "LOCKS", "SIGPENDING",
+	"MSGQUEUE", "NICE", "RTPRIO", "RTTIME",
+}
 
 // task judges what a process has as a whole.
 func (j *judge) task(name string, tc *message) error {

@@ -74,7 +74,9 @@ func (j *judge) seccomp(name string) error {
 			}
 		}
 		for b := []byte(data); len(b) > 0; b = b[instructionSize:] {
-			f.program = append(f.program, instruction{binary.NativeEndian.Uint16(b), b[2], b[3], binary.NativeEndian.Uint32(b[4:])})
+			f.program = append(f.program, instruction{
+				binary.NativeEndian.Uint16(b), b[2], b[3], binary.NativeEndian.Uint32(b[4:]),
+			})
 		}
 		j.filters = append(j.filters, f)
 	}
@@ -89,7 +91,8 @@ func (j *judge) seccomp(name string) error {
 func (j *judge) checkFilters() error {
 	shared := map[string]bool{}
 	for _, ref := range j.filterR {
-		shared[ref.image] = shared[ref.image] || ref.mode == modeFilter && int64(ref.chain) < int64(len(j.filters)) && j.filters[ref.chain].shared()
+		shared[ref.image] = shared[ref.image] || ref.mode == modeFilter && int64(ref.chain) < int64(len(j.filters)) &&
+			j.filters[ref.chain].shared()
 	}
 	t := tries{list: j.filters, known: map[string][][]bool{}}
 	if j.spec.filtered() {
@@ -100,7 +103,8 @@ func (j *judge) checkFilters() error {
 	for _, ref := range j.filterR {
 		if ref.mode != modeFilter {
 			if j.spec.filtered() && !shared[j.leaders[ref.image]] {
-				return refuse(ref.image, "seccomp_mode", "it is %d, and the container's processes have a filter", ref.mode)
+				return refuse(ref.image, "seccomp_mode",
+					"it is %d, and the container's processes have a filter", ref.mode)
 			}
 			continue
 		}
@@ -123,7 +127,9 @@ func (j *judge) checkFilters() error {
 			return refuse(ref.image, "seccomp_filter", "filter %d: %v", ref.chain, err)
 		}
 		over[ref.chain] = uint32(len(j.filters))
-		j.filters = append(j.filters, filter{text: program, prev: int(ref.chain), flags: j.filters[ref.chain].flags & flagTsync})
+		j.filters = append(j.filters, filter{
+			text: program, prev: int(ref.chain), flags: j.filters[ref.chain].flags & flagTsync,
+		})
 	}
 	if len(j.filters) == had {
 		return nil
@@ -222,13 +228,15 @@ func passes(action uint32) bool {
 // escapes lead out of a container, or to the kernel's insides, and no engine's usual filter allows
 // them: a process of another engine's has that engine's, which allows others than ours.
 var escapes = []string{
-	"open_by_handle_at", "bpf", "init_module", "finit_module", "delete_module", "kexec_load", "swapon", "acct", "perf_event_open", "quotactl", "settimeofday",
+	"open_by_handle_at", "bpf", "init_module", "finit_module", "delete_module", "kexec_load", "swapon", "acct",
+	"perf_event_open", "quotactl", "settimeofday",
 }
 
 // tries are filters tried with calls.
 type tries struct {
-	list  []filter
-	want  [][]uint32          // by entry and number: what the spec does with a call; actionAllow: more than one thing, or lets it through
+	list []filter
+	// by entry and number: what the spec does with a call; actionAllow: more than one thing, or lets it through
+	want  [][]uint32
 	known map[string][][]bool // by program, entry, number: whether it refuses a call
 	steps int
 }
@@ -277,7 +285,8 @@ func (t *tries) lacks(ref filterRef) (list [][]uint32, err error) {
 	}
 	for at, n := int(ref.chain), 0; at >= 0; at, n = t.list[at].prev, n+1 {
 		if n == maxChain {
-			return nil, refuse(ref.image, "seccomp_filter", "filter %d: more than %d filters lie over each other", ref.chain, maxChain)
+			return nil, refuse(ref.image, "seccomp_filter",
+				"filter %d: more than %d filters lie over each other", ref.chain, maxChain)
 		}
 		is, err := t.refuses(t.list[at])
 		if err != nil {
@@ -299,7 +308,8 @@ func (t *tries) lacks(ref filterRef) (list [][]uint32, err error) {
 				continue
 			}
 			if name := e.calls[e.first|n]; slices.Contains(escapes, name) {
-				return nil, refuse("seccomp.img", "filter", "that of %s allows %s, which the container's refuses", ref.image, name)
+				return nil, refuse("seccomp.img", "filter",
+					"that of %s allows %s, which the container's refuses", ref.image, name)
 			}
 			list[i][n], any = t.want[i][n], true
 		}
@@ -333,7 +343,8 @@ func refusing(list [][]uint32) (string, error) {
 					last++
 				}
 				if action != actionAllow {
-					body = append(body, instruction{least, 0, 2, first | uint32(n)}, instruction{atMost, 1, 0, first | uint32(last)}, instruction{ret, 0, 0, action})
+					body = append(body, instruction{least, 0, 2, first | uint32(n)},
+						instruction{atMost, 1, 0, first | uint32(last)}, instruction{ret, 0, 0, action})
 				}
 				n = last + 1
 			}
@@ -421,9 +432,13 @@ func (s *Spec) refusals() (list [][]uint32) {
 }
 
 var multiplexed = map[string][]string{
-	"socketcall": {"socket", "bind", "connect", "listen", "accept", "getsockname", "getpeername", "socketpair", "send", "recv", "sendto", "recvfrom", "shutdown",
+	"socketcall": {"socket", "bind", "connect", "listen", "accept", "getsockname", "getpeername", "socketpair", "send",
+		"recv", "sendto", "recvfrom", "shutdown",
 		"setsockopt", "getsockopt", "sendmsg", "recvmsg", "accept4", "recvmmsg", "sendmmsg"},
-	"ipc": {"semop", "semget", "semctl", "semtimedop", "msgsnd", "msgrcv", "msgget", "msgctl", "shmat", "shmdt", "shmget", "shmctl"},
+	"ipc": {
+		"semop", "semget", "semctl", "semtimedop", "msgsnd", "msgrcv", "msgget", "msgctl", "shmat",
+		"shmdt", "shmget", "shmctl",
+	},
 }
 
 func actionOf(name string, errno *uint32) uint32 {

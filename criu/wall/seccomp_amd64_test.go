@@ -136,7 +136,10 @@ func tryFiltered() error {
 	program := make([]unix.SockFilter, len(data)/8)
 	for i := range program {
 		b := data[8*i:]
-		program[i] = unix.SockFilter{Code: uint16(b[0]) | uint16(b[1])<<8, Jt: b[2], Jf: b[3], K: uint32(b[4]) | uint32(b[5])<<8 | uint32(b[6])<<16 | uint32(b[7])<<24}
+		program[i] = unix.SockFilter{
+			Code: uint16(b[0]) | uint16(b[1])<<8, Jt: b[2], Jf: b[3],
+			K: uint32(b[4]) | uint32(b[5])<<8 | uint32(b[6])<<16 | uint32(b[7])<<24,
+		}
 	}
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 		return err
@@ -160,10 +163,14 @@ func tryFiltered() error {
 func TestLaidFilterRestored(t *testing.T) {
 	for name, forge := range map[string]bool{"own": false, "own, native calls alone": false, "forged": true} {
 		t.Run(name, func(t *testing.T) {
-			b := criutest.New(t, []string{"sh", "-c", "echo x >/f; i=0; while :; do i=$((i+1)); chmod 600 /f 2>/dev/null && echo \"$i can\" >/is || echo \"$i cannot\" >/is; sleep 0.05; done"}, func(s *specs.Spec) {
+			b := criutest.New(t, []string{
+				"sh", "-c", "echo x >/f; i=0; while :; do i=$((i+1)); chmod 600 /f 2>/dev/null && echo \"$i can\" >/is || echo \"$i cannot\" >/is; sleep 0.05; done",
+			}, func(s *specs.Spec) {
 				f := ours(t, s)
 				for i := range f.Syscalls {
-					f.Syscalls[i].Names = slices.DeleteFunc(f.Syscalls[i].Names, func(n string) bool { return strings.Contains(n, "chmod") })
+					f.Syscalls[i].Names = slices.DeleteFunc(f.Syscalls[i].Names, func(n string) bool {
+						return strings.Contains(n, "chmod")
+					})
 				}
 				if name == "own, native calls alone" {
 					f.Architectures = nil
@@ -177,7 +184,8 @@ func TestLaidFilterRestored(t *testing.T) {
 				return string(data)
 			}
 			b.Until("it tries", func() bool { return strings.Contains(is(), "can") })
-			if out, err := b.Do("checkpoint", "--file-locks", "--image-path", b.Images, "--work-path", b.Work, b.ID); err != nil {
+			if out, err := b.Do("checkpoint", "--file-locks", "--image-path", b.Images, "--work-path",
+				b.Work, b.ID); err != nil {
 				t.Fatalf("checkpoint: %v: %s", err, out)
 			}
 			had := len(filtersOf(t, b.Images))
@@ -191,7 +199,8 @@ func TestLaidFilterRestored(t *testing.T) {
 				t.Errorf("%d filters, were %d", now, had)
 			}
 			must(t, os.WriteFile(filepath.Join(b.Files, "is"), nil, 0o600))
-			cmd := b.Cmd(nil, "restore", "--detach", "--file-locks", "--bundle", b.Bundle, "--image-path", b.Images, "--work-path", b.Work, b.ID)
+			cmd := b.Cmd(nil, "restore", "--detach", "--file-locks", "--bundle", b.Bundle, "--image-path", b.Images,
+				"--work-path", b.Work, b.ID)
 			cmd.Env = host.Environ()
 			if err := cmd.Run(); err != nil {
 				log, _ := os.ReadFile(filepath.Join(b.Work, "restore.log"))

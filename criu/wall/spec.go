@@ -132,10 +132,14 @@ func (s *Spec) namespace(typ string) *Namespace {
 }
 
 var capabilities = []string{
-	"CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "LINUX_IMMUTABLE",
-	"NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER", "SYS_MODULE", "SYS_RAWIO", "SYS_CHROOT",
-	"SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE", "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "MKNOD", "LEASE",
-	"AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP", "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM", "BLOCK_SUSPEND", "AUDIT_READ",
+	"CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID",
+	"SETPCAP", "LINUX_IMMUTABLE",
+	"NET_BIND_SERVICE", "NET_BROADCAST", "NET_ADMIN", "NET_RAW", "IPC_LOCK", "IPC_OWNER", "SYS_MODULE",
+	"SYS_RAWIO", "SYS_CHROOT",
+	"SYS_PTRACE", "SYS_PACCT", "SYS_ADMIN", "SYS_BOOT", "SYS_NICE", "SYS_RESOURCE", "SYS_TIME",
+	"SYS_TTY_CONFIG", "MKNOD", "LEASE",
+	"AUDIT_WRITE", "AUDIT_CONTROL", "SETFCAP", "MAC_OVERRIDE", "MAC_ADMIN", "SYSLOG", "WAKE_ALARM",
+	"BLOCK_SUSPEND", "AUDIT_READ",
 	"PERFMON", "BPF", "CHECKPOINT_RESTORE",
 }
 
@@ -238,7 +242,8 @@ func (s *Spec) device(block bool, major, minor uint32) bool {
 	may := false
 	for _, r := range s.Linux.Resources.Devices {
 		is := r.Type == "" || r.Type == "a" || r.Type == typ
-		if is && (r.Major == nil || *r.Major < 0 || *r.Major == int64(major)) && (r.Minor == nil || *r.Minor < 0 || *r.Minor == int64(minor)) {
+		if is && (r.Major == nil || *r.Major < 0 || *r.Major == int64(major)) &&
+			(r.Minor == nil || *r.Minor < 0 || *r.Minor == int64(minor)) {
 			may = r.Allow
 		}
 	}

@@ -74,7 +74,8 @@ func (j *judge) member(name string, h *tar.Header, c *contents) error {
 	case tar.TypeLink:
 		to := path.Clean(h.Linkname)
 		if path.IsAbs(h.Linkname) || to == ".." || strings.HasPrefix(to, "../") || c.link(path.Dir(to)) != "" {
-			return refuse(name, "link", "%s to %s leads out of its filesystem", printable(h.Name), printable(h.Linkname))
+			return refuse(name, "link", "%s to %s leads out of its filesystem",
+				printable(h.Name), printable(h.Linkname))
 		}
 	case tar.TypeChar, tar.TypeBlock:
 		major, minor := uint32(h.Devmajor), uint32(h.Devminor)
@@ -82,7 +83,8 @@ func (j *judge) member(name string, h *tar.Header, c *contents) error {
 			return nil
 		}
 		if !j.spec.can("MKNOD") && !j.spec.device(h.Typeflag == tar.TypeBlock, major, minor) {
-			return refuse(name, "device", "%s is device %d:%d, which the container has not", printable(h.Name), major, minor)
+			return refuse(name, "device", "%s is device %d:%d, which the container has not",
+				printable(h.Name), major, minor)
 		}
 	default:
 		return refuse(name, "type", "%s is of type %q", printable(h.Name), h.Typeflag)
@@ -107,7 +109,9 @@ func (j *judge) checkLinks(image string, m mount) error {
 	if m.fstype != "tmpfs" || m.root == "/" || m.external != "" {
 		return nil
 	}
-	for _, name := range []string{fmt.Sprintf("tmpfs-dev-%d.tar.gz.img", m.dev), fmt.Sprintf("tmpfs-%d.tar.gz.img", m.id)} {
+	for _, name := range []string{
+		fmt.Sprintf("tmpfs-dev-%d.tar.gz.img", m.dev), fmt.Sprintf("tmpfs-%d.tar.gz.img", m.id),
+	} {
 		if c := j.tars[name]; c != nil {
 			if on := c.link(strings.TrimPrefix(filepath.Clean(m.root), "/")); on != "" {
 				return refuse(image, m.field("root"), "%s goes by the symlink %s", printable(m.root), printable(on))

@@ -72,8 +72,12 @@ func unpacked(t testing.TB, path string) (images string, spec *wall.Spec) {
 func dumped(t testing.TB) (images string, spec *wall.Spec) {
 	t.Helper()
 	bound := t.TempDir()
-	b := criutest.New(t, []string{"sh", "-c", "exec 7</bin/busybox; sleep 1000 & echo up > /up; while :; do sleep 60; done"}, func(s *specs.Spec) {
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "ro", "rprivate"}})
+	b := criutest.New(t, []string{
+		"sh", "-c", "exec 7</bin/busybox; sleep 1000 & echo up > /up; while :; do sleep 60; done",
+	}, func(s *specs.Spec) {
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/bound", Type: "bind", Source: bound, Options: []string{"rbind", "ro", "rprivate"},
+		})
 		s.Process.NoNewPrivileges = true
 		s.Linux.Seccomp = &specs.LinuxSeccomp{
 			DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64, specs.ArchX86, specs.ArchX32},
@@ -85,7 +89,8 @@ func dumped(t testing.TB) (images string, spec *wall.Spec) {
 		_, err := os.Stat(filepath.Join(b.Files, "up"))
 		return err == nil
 	})
-	if out, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path", b.Work, b.ID); err != nil {
+	if out, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path",
+		b.Work, b.ID); err != nil {
 		t.Fatalf("checkpoint: %v: %s", err, out)
 	}
 	spec, err := wall.Read(b.Bundle)
@@ -102,7 +107,9 @@ func must(t testing.TB, err error) {
 
 func TestJudge(t *testing.T) {
 	left := map[string]bool{} // forgeries of images that no container has had
-	for _, f := range walltest.Forgeries(walltest.Victims{File: "/victim/file", Dir: "/victim", Cgroup: "/victim", Bound: "/bound"}) {
+	for _, f := range walltest.Forgeries(walltest.Victims{
+		File: "/victim/file", Dir: "/victim", Cgroup: "/victim", Bound: "/bound",
+	}) {
 		left[f.Name] = true
 	}
 	for name, take := range map[string]func(testing.TB) (string, *wall.Spec){"podman": archived, "runc": dumped} {
@@ -172,8 +179,12 @@ func read(t testing.TB, dir string) []byte {
 
 // The mounts of a container that may mount are judged as its own.
 func TestMounter(t *testing.T) {
-	b := criutest.New(t, []string{"sh", "-c", "mkdir /a /b /p; mount -t tmpfs none /a; mkdir /a/x; mount --bind /a/x /b; mount -t proc proc /p; echo up > /up; while :; do sleep 60; done"}, func(s *specs.Spec) {
-		for _, set := range []*[]string{&s.Process.Capabilities.Bounding, &s.Process.Capabilities.Effective, &s.Process.Capabilities.Permitted} {
+	b := criutest.New(t, []string{
+		"sh", "-c", "mkdir /a /b /p; mount -t tmpfs none /a; mkdir /a/x; mount --bind /a/x /b; mount -t proc proc /p; echo up > /up; while :; do sleep 60; done",
+	}, func(s *specs.Spec) {
+		for _, set := range []*[]string{
+			&s.Process.Capabilities.Bounding, &s.Process.Capabilities.Effective, &s.Process.Capabilities.Permitted,
+		} {
 			*set = append(*set, "CAP_SYS_ADMIN")
 		}
 		s.Linux.MaskedPaths, s.Linux.ReadonlyPaths = nil, nil
@@ -186,7 +197,8 @@ func TestMounter(t *testing.T) {
 		_, err := os.Stat(filepath.Join(b.Files, "up"))
 		return err == nil
 	})
-	if out, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path", b.Work, b.ID); err != nil {
+	if out, err := b.Do("checkpoint", "--leave-running", "--file-locks", "--image-path", b.Images, "--work-path",
+		b.Work, b.ID); err != nil {
 		t.Fatalf("checkpoint: %v: %s", err, out)
 	}
 	spec, err := wall.Read(b.Bundle)
@@ -240,10 +252,12 @@ func TestCgroup(t *testing.T) {
 		for _, c := range e.GetControllers() {
 			d := c.GetDirs()[0]
 			d.DirPerms = &cgroup.CgroupPerms{Mode: proto.Uint32(0o40777), Uid: proto.Uint32(1), Gid: proto.Uint32(1)}
-			d.Children = append(d.Children, &cgroup.CgroupDirEntry{DirName: proto.String("below"), Properties: []*cgroup.CgroupPropEntry{
-				{Name: proto.String("memory.limit_in_bytes"), Value: proto.String("4096")}, {Name: proto.String("release_agent"), Value: proto.String("/bin/true")},
-				{Name: proto.String("cgroup.kill"), Value: proto.String("1")},
-			}})
+			d.Children = append(d.Children, &cgroup.CgroupDirEntry{DirName: proto.String("below"),
+				Properties: []*cgroup.CgroupPropEntry{
+					{Name: proto.String("memory.limit_in_bytes"), Value: proto.String("4096")},
+					{Name: proto.String("release_agent"), Value: proto.String("/bin/true")},
+					{Name: proto.String("cgroup.kill"), Value: proto.String("1")},
+				}})
 		}
 	})
 	must(t, wall.Judge(images, spec, "/own/place"))
@@ -263,7 +277,8 @@ func TestCgroup(t *testing.T) {
 		if d.GetDirName() != "own/place" || d.DirPerms != nil || len(d.GetProperties()) != 0 {
 			t.Errorf("%v: %v", c.GetCnames(), d)
 		}
-		if below := d.GetChildren()[0]; len(below.GetProperties()) != 1 || below.GetProperties()[0].GetName() != "memory.limit_in_bytes" {
+		if below := d.GetChildren()[0]; len(below.GetProperties()) != 1 ||
+			below.GetProperties()[0].GetName() != "memory.limit_in_bytes" {
 			t.Errorf("%v: below: %v", c.GetCnames(), below)
 		}
 	}

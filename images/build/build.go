@@ -148,7 +148,9 @@ func New(base v1.Image, layer *Layer, opts Options) (v1.Image, error) {
 	for n := steps(cfg.History); n < len(below); n++ {
 		cfg.History = append(cfg.History, v1.History{})
 	}
-	cfg.History = append(cfg.History, v1.History{Created: created, CreatedBy: opts.By, Author: opts.Author, Comment: opts.Message})
+	cfg.History = append(cfg.History, v1.History{
+		Created: created, CreatedBy: opts.By, Author: opts.Author, Comment: opts.Message,
+	})
 	raw, err := json.Marshal(cfg)
 	if err != nil {
 		return nil, err
@@ -218,7 +220,10 @@ func (i *image) Manifest() (*v1.Manifest, error) {
 	if err != nil {
 		return nil, err
 	}
-	m := &v1.Manifest{SchemaVersion: 2, MediaType: types.OCIManifestSchema1, Config: v1.Descriptor{MediaType: types.OCIConfigJSON, Size: size, Digest: name}}
+	m := &v1.Manifest{
+		SchemaVersion: 2, MediaType: types.OCIManifestSchema1,
+		Config: v1.Descriptor{MediaType: types.OCIConfigJSON, Size: size, Digest: name},
+	}
 	for _, l := range i.layers {
 		d, err := partial.Descriptor(l)
 		if err != nil {

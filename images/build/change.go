@@ -27,7 +27,10 @@ func Change(cfg *v1.Config, instructions []string) error {
 		name = strings.ToUpper(name)
 		do := changes[name]
 		if do == nil {
-			return &fault.Error{Err: fmt.Errorf("%w: change %.100q", fault.ErrInvalid, line), Hint: "Changes are CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME and STOPSIGNAL, each with its values."}
+			return &fault.Error{
+				Err:  fmt.Errorf("%w: change %.100q", fault.ErrInvalid, line),
+				Hint: "Changes are CMD, ENTRYPOINT, ENV, LABEL, USER, WORKDIR, EXPOSE, VOLUME and STOPSIGNAL, each with its values.",
+			}
 		}
 		if rest == "" {
 			return fmt.Errorf("%w: change %.100q has no value", fault.ErrInvalid, line)

@@ -21,9 +21,10 @@ type SourceOptions struct {
 	AuthFile string `json:"auth_file"`
 	// Scratch is a directory for what has to lie on disk meanwhile, as large as
 	// the image; empty: the system's for temporary files. Nothing stays there.
-	Scratch  string        `json:"-"`
-	MaxBytes int64         `json:"max_bytes"`  // of all blobs of an image together, as they travel; 0: 64 GiB
-	Timeout  time.Duration `json:"timeout_ns"` // for all of Write, Tree, Login or Open, and of one Layer's reading; 0: none but that for a connection that stands still
+	Scratch  string `json:"-"`
+	MaxBytes int64  `json:"max_bytes"` // of all blobs of an image together, as they travel; 0: 64 GiB
+	// for all of Write, Tree, Login or Open, and of one Layer's reading; 0: none but that for a connection that stands still
+	Timeout time.Duration `json:"timeout_ns"`
 	// Progress is called now and then, by several goroutines at once: by Write for
 	// each layer, and by Open while it takes an image out of a daemon. A
 	// reader of layers counts for itself.

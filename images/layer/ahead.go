@@ -33,7 +33,10 @@ type block struct {
 // ReadAhead reads r up to 2 MiB ahead. The function see, if any, is given all
 // bytes in order, by the goroutine that reads.
 func ReadAhead(r io.Reader, see func([]byte)) *Ahead {
-	a := &Ahead{full: make(chan block, blocks), free: make(chan []byte, blocks), stop: make(chan struct{}), done: make(chan struct{})}
+	a := &Ahead{
+		full: make(chan block, blocks), free: make(chan []byte, blocks), stop: make(chan struct{}),
+		done: make(chan struct{}),
+	}
 	for range blocks {
 		a.free <- nil // made when first used: most layers are small
 	}

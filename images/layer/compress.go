@@ -89,8 +89,10 @@ func Decompress(ctx context.Context, r io.Reader) (plain io.Reader, done func(er
 func unxz(ctx context.Context, r io.Reader) (io.Reader, func(error) error, error) {
 	bin, err := exec.LookPath("xz")
 	if err != nil {
-		return nil, nil, &fault.Error{Op: "unpack", Hint: "Install it (apt-get install xz-utils) or decompress the archive first.",
-			Err: fmt.Errorf("%w: the archive is compressed with xz, and the xz command is not there", fault.ErrUnsupported)}
+		return nil, nil, &fault.Error{Op: "unpack",
+			Hint: "Install it (apt-get install xz-utils) or decompress the archive first.",
+			Err: fmt.Errorf("%w: the archive is compressed with xz, and the xz command is not there",
+				fault.ErrUnsupported)}
 	}
 	var stderr bytes.Buffer
 	cmd := exec.CommandContext(ctx, bin, "-dc", "--memlimit=512MiB")
@@ -114,7 +116,8 @@ func unxz(ctx context.Context, r io.Reader) (io.Reader, func(error) error, error
 			return nil
 		}
 		if err := cmd.Wait(); err != nil {
-			return fmt.Errorf("%w: the archive is damaged: %w: %s", fault.ErrInvalid, err, strings.TrimSpace(stderr.String()))
+			return fmt.Errorf("%w: the archive is damaged: %w: %s", fault.ErrInvalid, err,
+				strings.TrimSpace(stderr.String()))
 		}
 		return nil
 	}, nil

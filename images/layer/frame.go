@@ -88,7 +88,8 @@ func (w *frameWriter) flush() error {
 			return err
 		}
 		if int64(fs.Bavail)*fs.Bsize < w.minFree {
-			return fmt.Errorf("what the layer has beside its files does not fit (%d bytes are kept free): %w", w.minFree, unix.ENOSPC)
+			return fmt.Errorf("what the layer has beside its files does not fit (%d bytes are kept free): %w",
+				w.minFree, unix.ENOSPC)
 		}
 	}
 	w.buf = binary.AppendUvarint(append(w.buf[:0], recRaw), uint64(len(w.raw)))
@@ -114,7 +115,8 @@ func (w *frameWriter) File(path string, size int64, sum uint32) error {
 // Replace keeps the content of a file that the tar has, though the tree will not.
 func (w *frameWriter) Replace(dir *os.File, base, path string) (bool, error) {
 	var st unix.Stat_t
-	if err := unix.Fstatat(int(dir.Fd()), base, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil || st.Mode&unix.S_IFMT != unix.S_IFREG {
+	if err := unix.Fstatat(int(dir.Fd()), base, &st, unix.AT_SYMLINK_NOFOLLOW); err != nil ||
+		st.Mode&unix.S_IFMT != unix.S_IFREG {
 		return false, nil // the caller's own removal reports what is wrong
 	}
 	if w.spares == maxSpares {

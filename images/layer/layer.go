@@ -90,13 +90,17 @@ func Unpack(ctx context.Context, r io.Reader, dir *os.File, opts Options) (rep R
 		return rep, err
 	}
 	if n := int64(len(got.Skipped)) + got.SkippedMore; n > 0 {
-		return rep, fmt.Errorf("%w: %d entries cannot be unpacked exactly, the first is %s", fault.ErrUnsupported, n, got.Skipped[0])
+		return rep, fmt.Errorf("%w: %d entries cannot be unpacked exactly, the first is %s",
+			fault.ErrUnsupported, n, got.Skipped[0])
 	}
 	return report(sum, got), nil
 }
 
 func report(sum hash.Hash, got tree.Report) Report {
-	return Report{DiffID: "sha256:" + hex.EncodeToString(sum.Sum(nil)), Entries: got.Entries, Bytes: got.Bytes, Implicit: got.Implicit, Opaque: got.Opaque}
+	return Report{
+		DiffID: "sha256:" + hex.EncodeToString(sum.Sum(nil)), Entries: got.Entries, Bytes: got.Bytes,
+		Implicit: got.Implicit, Opaque: got.Opaque,
+	}
 }
 
 func makeDiff(dir *os.File) (*os.File, error) {
@@ -146,12 +150,15 @@ func Seal(ctx context.Context, dir *os.File) (rep Report, err error) {
 	}
 	defer func() { err = errors.Join(err, fw.close()) }()
 	sum := sha256.New()
-	got, err := tree.Pack(ctx, dir, diffName, sum, tree.PackOptions{Name: ".", Sorted: true, Frame: fw, Xattr: func(name string) bool { return !tree.HostXattr(name) }})
+	got, err := tree.Pack(ctx, dir, diffName, sum, tree.PackOptions{
+		Name: ".", Sorted: true, Frame: fw, Xattr: func(name string) bool { return !tree.HostXattr(name) },
+	})
 	if err != nil {
 		return rep, err
 	}
 	if n := int64(len(got.Skipped)) + got.SkippedMore; n > 0 {
-		return rep, fmt.Errorf("%w: %d entries cannot be in an image, the first is %s", fault.ErrUnsupported, n, got.Skipped[0])
+		return rep, fmt.Errorf("%w: %d entries cannot be in an image, the first is %s",
+			fault.ErrUnsupported, n, got.Skipped[0])
 	}
 	return report(sum, got), nil
 }

@@ -92,7 +92,10 @@ func full(t testing.TB) []byte {
 	return archive(t,
 		dir("etc"), file("etc/passwd", "root:x:0:0\n"), file("etc/empty", ""), file("big", big),
 		ent{tar.Header{Name: "etc/s", Typeflag: tar.TypeSymlink, Linkname: "/etc/passwd", Uid: 7, Gid: 8}, ""},
-		ent{tar.Header{Name: "bin/su", Mode: 0o4755, PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00", "SCHILY.xattr.user.k": "v\x00w"}}, "su"},
+		ent{tar.Header{
+			Name: "bin/su", Mode: 0o4755,
+			PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00", "SCHILY.xattr.user.k": "v\x00w"},
+		}, "su"},
 		link("bin/su2", "bin/su"),
 		ent{tar.Header{Name: "dev/null", Typeflag: tar.TypeChar, Devmajor: 1, Devminor: 3, Mode: 0o666}, ""},
 		ent{tar.Header{Name: "run/fifo", Typeflag: tar.TypeFifo, Mode: 0o600, Uid: 1000, Gid: 1000}, ""},
@@ -110,16 +113,21 @@ func TestUnpack(t *testing.T) {
 	stream := append(full(t), make([]byte, 10240)...) // a tape's padding
 	d, rep, err := unpack(t, stream)
 	ok(t, err)
-	if rep.DiffID != digest(stream) || strings.Join(rep.Implicit, " ") != " bin dev run srv srv/a srv/a/b usr var" || rep.Opaque {
+	if rep.DiffID != digest(stream) || strings.Join(rep.Implicit,
+		" ") != " bin dev run srv srv/a srv/a/b usr var" || rep.Opaque {
 		t.Errorf("%+v", rep)
 	}
 	root := filepath.Join(d.Name(), "diff")
-	for path, want := range map[string]string{"etc/passwd": "root:x:0:0\n", "kept": "first", "twice": "third", "srv/a/b/c": "c", "bin/su2": "su"} {
+	for path, want := range map[string]string{
+		"etc/passwd": "root:x:0:0\n", "kept": "first", "twice": "third", "srv/a/b/c": "c", "bin/su2": "su",
+	} {
 		if b, err := os.ReadFile(filepath.Join(root, path)); string(b) != want {
 			t.Errorf("%s: %q %v", path, b, err)
 		}
 	}
-	for path, want := range map[string]bool{"opt": true, "var/lib": true, "srv/a": true, "home": true, "var": false, "srv": false, "etc": false} {
+	for path, want := range map[string]bool{
+		"opt": true, "var/lib": true, "srv/a": true, "home": true, "var": false, "srv": false, "etc": false,
+	} {
 		var b [1]byte
 		n, err := unix.Getxattr(filepath.Join(root, path), "trusted.overlay.opaque", b[:])
 		if (n == 1 && b[0] == 'y') != want {
@@ -130,7 +138,8 @@ func TestUnpack(t *testing.T) {
 	if err := unix.Lstat(root+"/usr/gone", &st); err != nil || st.Mode&unix.S_IFMT != unix.S_IFCHR || st.Rdev != 0 {
 		t.Errorf("whiteout: %+v %v", st, err)
 	}
-	if err := unix.Lstat(root+"/top", &st); err != nil || st.Mtim != (unix.Timespec{Sec: -5, Nsec: 999999999}) || st.Mode != unix.S_IFREG|0o600 {
+	if err := unix.Lstat(root+"/top", &st); err != nil || st.Mtim != (unix.Timespec{Sec: -5, Nsec: 999999999}) ||
+		st.Mode != unix.S_IFREG|0o600 {
 		t.Errorf("top: %+v %v", st, err)
 	}
 	r := Pack(ctx, d)
@@ -150,22 +159,24 @@ func TestVerify(t *testing.T) {
 		do   func(root string) error
 		says string
 	}{
-		"content":  {func(r string) error { return rewrite(r+"/etc/passwd", "root:x:0:1\n") }, "etc/passwd"},
-		"hole":     {func(r string) error { return rewrite(r+"/big", "x") }, "big"},
-		"longer":   {func(r string) error { return rewrite(r+"/etc/empty", "x") }, "etc/empty"},
-		"gone":     {func(r string) error { return os.Remove(r + "/etc/s") }, "gone"},
-		"lost":     {func(r string) error { return os.Remove(r + "/etc/passwd") }, "etc/passwd"},
-		"new":      {func(r string) error { return os.WriteFile(r+"/etc/new", nil, 0o600) }, "etc/new"},
-		"new dir":  {func(r string) error { return os.Mkdir(r+"/x", 0o700) }, `"x"`},
-		"mode":     {func(r string) error { return os.Chmod(r+"/bin/su", 0o755) }, "the mode"},
-		"owner":    {func(r string) error { return os.Lchown(r+"/etc/s", 0, 0) }, "the owner"},
-		"xattr":    {func(r string) error { return unix.Removexattr(r+"/bin/su", "user.k") }, "attribute"},
-		"value":    {func(r string) error { return unix.Setxattr(r+"/bin/su", "user.k", []byte("v"), 0) }, "user.k"},
-		"time":     {func(r string) error { return os.Chtimes(r+"/opt", time.Time{}, time.Unix(1, 0)) }, "the time"},
-		"opaque":   {func(r string) error { return unix.Removexattr(r+"/opt", "trusted.overlay.opaque") }, "attribute"},
-		"target":   {func(r string) error { return retarget(r + "/etc/s") }, "the target"},
-		"whiteout": {func(r string) error { return errors.Join(os.Remove(r+"/usr/gone"), os.Mkdir(r+"/usr/gone", 0o755)) }, "usr/gone"},
-		"links":    {unlink, "hard links"},
+		"content": {func(r string) error { return rewrite(r+"/etc/passwd", "root:x:0:1\n") }, "etc/passwd"},
+		"hole":    {func(r string) error { return rewrite(r+"/big", "x") }, "big"},
+		"longer":  {func(r string) error { return rewrite(r+"/etc/empty", "x") }, "etc/empty"},
+		"gone":    {func(r string) error { return os.Remove(r + "/etc/s") }, "gone"},
+		"lost":    {func(r string) error { return os.Remove(r + "/etc/passwd") }, "etc/passwd"},
+		"new":     {func(r string) error { return os.WriteFile(r+"/etc/new", nil, 0o600) }, "etc/new"},
+		"new dir": {func(r string) error { return os.Mkdir(r+"/x", 0o700) }, `"x"`},
+		"mode":    {func(r string) error { return os.Chmod(r+"/bin/su", 0o755) }, "the mode"},
+		"owner":   {func(r string) error { return os.Lchown(r+"/etc/s", 0, 0) }, "the owner"},
+		"xattr":   {func(r string) error { return unix.Removexattr(r+"/bin/su", "user.k") }, "attribute"},
+		"value":   {func(r string) error { return unix.Setxattr(r+"/bin/su", "user.k", []byte("v"), 0) }, "user.k"},
+		"time":    {func(r string) error { return os.Chtimes(r+"/opt", time.Time{}, time.Unix(1, 0)) }, "the time"},
+		"opaque":  {func(r string) error { return unix.Removexattr(r+"/opt", "trusted.overlay.opaque") }, "attribute"},
+		"target":  {func(r string) error { return retarget(r + "/etc/s") }, "the target"},
+		"whiteout": {func(r string) error {
+			return errors.Join(os.Remove(r+"/usr/gone"), os.Mkdir(r+"/usr/gone", 0o755))
+		}, "usr/gone"},
+		"links": {unlink, "hard links"},
 		"symlink": {func(r string) error {
 			return errors.Join(os.Rename(r+"/etc", r+"/../etc"), os.Symlink("../etc", r+"/etc"))
 		}, "etc/passwd"},
@@ -176,7 +187,8 @@ func TestVerify(t *testing.T) {
 		d, rep, err := unpack(t, stream)
 		ok(t, err)
 		ok(t, c.do(filepath.Join(d.Name(), "diff")))
-		if err := Verify(ctx, d, rep.DiffID); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), c.says) {
+		if err := Verify(ctx, d, rep.DiffID); !errors.Is(err, fault.ErrCorrupt) ||
+			!strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -207,13 +219,17 @@ func unlink(r string) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(exec.Command("cp", "-a", r+"/bin/su", r+"/bin/new").Run(), os.Rename(r+"/bin/new", r+"/bin/su2"), os.Chtimes(r+"/bin/su", time.Time{}, fi.ModTime()))
+	return errors.Join(exec.Command("cp", "-a", r+"/bin/su", r+"/bin/new").Run(), os.Rename(r+"/bin/new", r+"/bin/su2"),
+		os.Chtimes(r+"/bin/su", time.Time{}, fi.ModTime()))
 }
 
 func TestHostile(t *testing.T) {
 	var heavy []ent // they are kept until all is unpacked
 	for i := range 65 {
-		heavy = append(heavy, ent{tar.Header{Name: fmt.Sprint(i, "/"), Typeflag: tar.TypeDir, PAXRecords: map[string]string{"SCHILY.xattr.user.k": strings.Repeat("x", 512<<10)}}, ""})
+		heavy = append(heavy, ent{tar.Header{
+			Name: fmt.Sprint(i, "/"), Typeflag: tar.TypeDir,
+			PAXRecords: map[string]string{"SCHILY.xattr.user.k": strings.Repeat("x", 512<<10)},
+		}, ""})
 	}
 	for what, c := range map[string]struct {
 		stream []byte
@@ -225,23 +241,31 @@ func TestHostile(t *testing.T) {
 		"mark of dotdot": {archive(t, file("a/.wh...", "")), "hides nothing"},
 		"bare mark":      {archive(t, file("a/.wh.", "")), "hides nothing"},
 		"device":         {archive(t, ent{tar.Header{Name: "w", Typeflag: tar.TypeChar}, ""}), "0:0"},
-		"redirect":       {archive(t, ent{tar.Header{Name: "d/", Typeflag: tar.TypeDir, PAXRecords: map[string]string{"SCHILY.xattr.trusted.overlay.redirect": "/etc"}}, ""}), "overlayfs' own"},
-		"through link":   {archive(t, ent{tar.Header{Name: "l", Typeflag: tar.TypeSymlink, Linkname: "/etc"}, ""}, file("l/x", "")), "not a directory"},
-		"mark in link":   {archive(t, ent{tar.Header{Name: "l", Typeflag: tar.TypeSymlink, Linkname: "/etc"}, ""}, file("l/.wh.passwd", "")), "not a directory"},
-		"opaque link":    {archive(t, ent{tar.Header{Name: "l", Typeflag: tar.TypeSymlink, Linkname: "/etc"}, ""}, file("l/.wh..wh..opq", "")), "not a directory"},
-		"link to host":   {archive(t, link("l", "/etc/passwd")), "hard link"},
-		"link to mark":   {archive(t, file(".wh.x", ""), link("y", "x")), "hard link"},
-		"cut":            {full(t)[:3000], "cut short"},
-		"heavy":          {archive(t, heavy...), "too much about its directories"},
+		"redirect": {archive(t, ent{tar.Header{
+			Name: "d/", Typeflag: tar.TypeDir,
+			PAXRecords: map[string]string{"SCHILY.xattr.trusted.overlay.redirect": "/etc"},
+		}, ""}), "overlayfs' own"},
+		"through link": {archive(t, ent{tar.Header{Name: "l", Typeflag: tar.TypeSymlink, Linkname: "/etc"}, ""},
+			file("l/x", "")), "not a directory"},
+		"mark in link": {archive(t, ent{tar.Header{Name: "l", Typeflag: tar.TypeSymlink, Linkname: "/etc"}, ""},
+			file("l/.wh.passwd", "")), "not a directory"},
+		"opaque link": {archive(t, ent{tar.Header{Name: "l", Typeflag: tar.TypeSymlink, Linkname: "/etc"}, ""},
+			file("l/.wh..wh..opq", "")), "not a directory"},
+		"link to host": {archive(t, link("l", "/etc/passwd")), "hard link"},
+		"link to mark": {archive(t, file(".wh.x", ""), link("y", "x")), "hard link"},
+		"cut":          {full(t)[:3000], "cut short"},
+		"heavy":        {archive(t, heavy...), "too much about its directories"},
 	} {
-		if _, _, err := unpack(t, c.stream); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), c.says) {
+		if _, _, err := unpack(t, c.stream); !errors.Is(err, fault.ErrInvalid) ||
+			!strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
 	d, err := os.Open(t.TempDir())
 	ok(t, err)
 	defer d.Close()
-	if _, err := Unpack(ctx, bytes.NewReader(full(t)), d, Options{MaxBytes: 64 << 10}); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := Unpack(ctx, bytes.NewReader(full(t)), d,
+		Options{MaxBytes: 64 << 10}); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("a bomb: %v", err)
 	}
 }
@@ -386,7 +410,9 @@ func (d *defective) Read(p []byte) (int, error) {
 
 // A panic of the inner reader is an error, not the end of the stream.
 func TestPanics(t *testing.T) {
-	for name, r := range map[string]io.Reader{"compress": Compress(&defective{3 << 20}), "ahead": ReadAhead(&defective{3 << 20}, nil)} {
+	for name, r := range map[string]io.Reader{
+		"compress": Compress(&defective{3 << 20}), "ahead": ReadAhead(&defective{3 << 20}, nil),
+	} {
 		_, err := io.Copy(io.Discard, r)
 		if p := (*guard.Panic)(nil); !errors.As(err, &p) {
 			t.Errorf("%s: %v", name, err)

@@ -121,8 +121,9 @@ func (p *packer) file(rec record) error {
 		p.spares[rec.path] = list[1:]
 	}
 	// Beneath also refuses links that lead outside.
-	fd, err := unix.Openat2(int(dir.Fd()), path, &unix.OpenHow{Flags: unix.O_RDONLY | unix.O_CLOEXEC | unix.O_NOFOLLOW | unix.O_NONBLOCK | unix.O_NOATIME,
-		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV})
+	fd, err := unix.Openat2(int(dir.Fd()), path,
+		&unix.OpenHow{Flags: unix.O_RDONLY | unix.O_CLOEXEC | unix.O_NOFOLLOW | unix.O_NONBLOCK | unix.O_NOATIME,
+			Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV})
 	if err != nil {
 		return fmt.Errorf("%w: the file %q of the layer: %w", fault.ErrCorrupt, rec.path, err)
 	}

@@ -168,7 +168,10 @@ func (v *verifier) walk(ctx context.Context, top string) error {
 	return cmp.Or(err, late)
 }
 
-var kinds = map[byte]uint32{tar.TypeDir: unix.S_IFDIR, tar.TypeSymlink: unix.S_IFLNK, tar.TypeFifo: unix.S_IFIFO, tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK}
+var kinds = map[byte]uint32{
+	tar.TypeDir: unix.S_IFDIR, tar.TypeSymlink: unix.S_IFLNK, tar.TypeFifo: unix.S_IFIFO, tar.TypeChar: unix.S_IFCHR,
+	tar.TypeBlock: unix.S_IFBLK,
+}
 
 // differs says what of the object at path is not as wanted.
 func (w *wanted) differs(path string, st *unix.Stat_t) (string, error) {
@@ -187,7 +190,8 @@ func (w *wanted) differs(path string, st *unix.Stat_t) (string, error) {
 		if xattrs, err = tree.Xattrs(h); err != nil {
 			return "", err
 		}
-		mode, uid, gid, mtime = uint32(h.Mode)&0o7777, h.Uid, h.Gid, unix.Timespec{Sec: h.ModTime.Unix(), Nsec: int64(h.ModTime.Nanosecond())}
+		mode, uid, gid, mtime = uint32(h.Mode)&0o7777, h.Uid, h.Gid,
+			unix.Timespec{Sec: h.ModTime.Unix(), Nsec: int64(h.ModTime.Nanosecond())}
 		var ok bool
 		if want, ok = kinds[h.Typeflag]; !ok {
 			want = unix.S_IFREG
@@ -210,7 +214,8 @@ func (w *wanted) differs(path string, st *unix.Stat_t) (string, error) {
 		return "the owner", nil
 	case st.Mtim != mtime:
 		return "the time", nil
-	case (kind == unix.S_IFCHR || kind == unix.S_IFBLK) && st.Rdev != unix.Mkdev(uint32(w.hdr.Devmajor), uint32(w.hdr.Devminor)):
+	case (kind == unix.S_IFCHR || kind == unix.S_IFBLK) &&
+		st.Rdev != unix.Mkdev(uint32(w.hdr.Devmajor), uint32(w.hdr.Devminor)):
 		return "the device number", nil
 	case len(have) != len(xattrs):
 		return "an attribute", nil

@@ -81,7 +81,9 @@ func Parse(s string, defaultRegistry string) (Reference, error) {
 }
 
 func parse(s, def string) (Reference, error) {
-	if len(s) > maxReference || strings.ContainsFunc(s, func(c rune) bool { return unicode.IsControl(c) || c == unicode.ReplacementChar }) {
+	if len(s) > maxReference || strings.ContainsFunc(s, func(c rune) bool {
+		return unicode.IsControl(c) || c == unicode.ReplacementChar
+	}) {
 		return Reference{}, fmt.Errorf("%w: it is too long, or has characters that do not print", fault.ErrInvalid)
 	}
 	t, rest := split(s)

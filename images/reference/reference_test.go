@@ -31,17 +31,30 @@ func TestParse(t *testing.T) {
 		{"docker-daemon:web:1", "", "docker-daemon:docker.io/library/web:1", "docker-daemon:docker.io/library/web:1"},
 		{"docker-daemon:" + digestA, "", "docker-daemon:" + digestA, "docker-daemon:" + digestA},
 		{"docker-archive:/tmp/a.tar", "", "docker-archive:/tmp/a.tar", "docker-archive:/tmp/a.tar"},
-		{"docker-archive:/tmp/a.tar:web", "", "docker-archive:/tmp/a.tar:docker.io/library/web:latest", "docker-archive:/tmp/a.tar:docker.io/library/web:latest"},
+		{
+			"docker-archive:/tmp/a.tar:web", "", "docker-archive:/tmp/a.tar:docker.io/library/web:latest",
+			"docker-archive:/tmp/a.tar:docker.io/library/web:latest",
+		},
 		{"oci:/x/../y", "", "oci:/y", "oci:/y"},
 		{"oci:/y:v1", "", "oci:/y:v1", "oci:/y:v1"},
 		{"oci:/y:docker.io/library/web:v1", "", "oci:/y:docker.io/library/web:v1", "oci:/y:docker.io/library/web:v1"},
 		{"oci:/y:@" + digestA, "", "oci:/y:@" + digestA, "oci:/y:@" + digestA},
 		{"oci-archive:/y.tar:v1", "", "oci-archive:/y.tar:v1", "oci-archive:/y.tar:v1"},
 		{"dir:/a:b", "", "dir:/a:b", "dir:/a:b"},
-		{"containers-storage:debian", "", "containers-storage:docker.io/library/debian:latest", "containers-storage:docker.io/library/debian:latest"},
+		{
+			"containers-storage:debian", "", "containers-storage:docker.io/library/debian:latest",
+			"containers-storage:docker.io/library/debian:latest",
+		},
 		{"bootstrap:debian/bookworm", "", "bootstrap:debian/bookworm", "bootstrap:debian/bookworm"},
-		{"bootstrap:debian/bookworm?include=python3,git,git&include=apt&variant=minbase", "", "bootstrap:debian/bookworm?include=apt,git,python3&variant=minbase", "bootstrap:debian/bookworm?include=apt,git,python3&variant=minbase"},
-		{"bootstrap:debian/sid?mirror=http://h:1/debian", "", "bootstrap:debian/sid?mirror=http://h:1/debian", "bootstrap:debian/sid?mirror=http://h:1/debian"},
+		{
+			"bootstrap:debian/bookworm?include=python3,git,git&include=apt&variant=minbase", "",
+			"bootstrap:debian/bookworm?include=apt,git,python3&variant=minbase",
+			"bootstrap:debian/bookworm?include=apt,git,python3&variant=minbase",
+		},
+		{
+			"bootstrap:debian/sid?mirror=http://h:1/debian", "", "bootstrap:debian/sid?mirror=http://h:1/debian",
+			"bootstrap:debian/sid?mirror=http://h:1/debian",
+		},
 	} {
 		r, err := Parse(c.in, c.def)
 		if err != nil {
@@ -63,10 +76,14 @@ func TestParse(t *testing.T) {
 
 func TestParseBad(t *testing.T) {
 	for _, in := range []string{
-		"", ":", "Debian", "debian:", "a b", "docker://", "https://x/y", digestA, "web@sha256:1", "web@", "x\n", "/abs", "../up", "-x",
-		"oci:", "oci:/x:", "oci:/x:@sha256:1", "oci:x\x00y", "dir:", "docker-archive:", "docker-archive:/x:Y", "docker-daemon:", "containers-storage:",
-		"bootstrap:", "bootstrap:debian", "bootstrap:debian/x/y", "bootstrap:--x/y", "bootstrap:debian/x?inclde=a", "bootstrap:debian/x?include=--hook",
-		"bootstrap:debian/x?variant=big", "bootstrap:debian/x?mirror=-x", "bootstrap:debian/x?mirror=/etc/passwd", "bootstrap:debian/x?epoch=-1", "bootstrap:debian/x?epoch=1&epoch=2",
+		"", ":", "Debian", "debian:", "a b", "docker://", "https://x/y", digestA, "web@sha256:1", "web@",
+		"x\n", "/abs", "../up", "-x",
+		"oci:", "oci:/x:", "oci:/x:@sha256:1", "oci:x\x00y", "dir:", "docker-archive:", "docker-archive:/x:Y",
+		"docker-daemon:", "containers-storage:",
+		"bootstrap:", "bootstrap:debian", "bootstrap:debian/x/y", "bootstrap:--x/y", "bootstrap:debian/x?inclde=a",
+		"bootstrap:debian/x?include=--hook",
+		"bootstrap:debian/x?variant=big", "bootstrap:debian/x?mirror=-x", "bootstrap:debian/x?mirror=/etc/passwd",
+		"bootstrap:debian/x?epoch=-1", "bootstrap:debian/x?epoch=1&epoch=2",
 		"bootstrap:debian/x?%zz", "bootstrap:debian/x?mirror=deb%20http://x/%20sid%0Adeb",
 	} {
 		r, err := Parse(in, "")
@@ -81,7 +98,10 @@ func TestParseBad(t *testing.T) {
 
 // A reference that was read is written so that it is read as the same.
 func FuzzParse(f *testing.F) {
-	for _, s := range []string{"debian:12", "ghcr.io/x/y@" + digestA, "oci:/d:t", "docker-archive:a.tar:web:1", "bootstrap:debian/sid?include=a,b&mirror=http://x/", "docker://oci:5000/a", "dir:.", "docker-daemon:" + digestA} {
+	for _, s := range []string{
+		"debian:12", "ghcr.io/x/y@" + digestA, "oci:/d:t", "docker-archive:a.tar:web:1",
+		"bootstrap:debian/sid?include=a,b&mirror=http://x/", "docker://oci:5000/a", "dir:.", "docker-daemon:" + digestA,
+	} {
 		f.Add(s, "")
 		f.Add(s, "reg.corp/hub")
 	}

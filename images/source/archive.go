@@ -91,7 +91,8 @@ func among(r reference.Reference, list []v1.Descriptor) (*v1.Descriptor, error) 
 		if n != "" {
 			names = append(names, n)
 		}
-		if r.Tag != "" && (n == r.Tag || d.Annotations[containerdName] == r.Tag) || r.Digest != "" && d.Digest.String() == r.Digest {
+		if r.Tag != "" && (n == r.Tag || d.Annotations[containerdName] == r.Tag) ||
+			r.Digest != "" && d.Digest.String() == r.Digest {
 			found = append(found, d)
 		}
 	}
@@ -101,9 +102,14 @@ func among(r reference.Reference, list []v1.Descriptor) (*v1.Descriptor, error) 
 	case len(found) > 0:
 		return &found[0], checkDescriptor(found[0])
 	case r.Tag != "" || r.Digest != "":
-		return nil, &fault.Error{Hint: "There are: " + some(names) + ".", Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound)}
+		return nil, &fault.Error{
+			Hint: "There are: " + some(names) + ".", Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
+		}
 	case len(names) > 1:
-		return nil, &fault.Error{Hint: "Write one of them behind the path: " + some(names) + ".", Err: fmt.Errorf("%w: there is more than one image", fault.ErrInvalid)}
+		return nil, &fault.Error{
+			Hint: "Write one of them behind the path: " + some(names) + ".",
+			Err:  fmt.Errorf("%w: there is more than one image", fault.ErrInvalid),
+		}
 	}
 	return nil, nil
 }
@@ -175,9 +181,14 @@ func savedAs(r reference.Reference, list []saved) (*saved, error) {
 	case len(list) == 1 && (r.Name == "" || r.Transport != reference.DockerArchive): // a daemon gave what it was asked for
 		return &list[0], nil
 	case r.Name == "" && len(list) > 0:
-		return nil, &fault.Error{Hint: "Write one of them behind the path: " + some(names) + ".", Err: fmt.Errorf("%w: there is more than one image", fault.ErrInvalid)}
+		return nil, &fault.Error{
+			Hint: "Write one of them behind the path: " + some(names) + ".",
+			Err:  fmt.Errorf("%w: there is more than one image", fault.ErrInvalid),
+		}
 	}
-	return nil, &fault.Error{Hint: "There are: " + some(names) + ".", Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound)}
+	return nil, &fault.Error{
+		Hint: "There are: " + some(names) + ".", Err: fmt.Errorf("%w: there is no such image", fault.ErrNotFound),
+	}
 }
 
 // image proves a saved image as far as it can be: the configuration by its
@@ -194,14 +205,16 @@ func (s *saved) image(ctx context.Context, t *tarFiles, opts image.SourceOptions
 	named := "sha256:" + strings.TrimPrefix(strings.TrimSuffix(path.Base(s.Config), ".json"), "sha256:")
 	conf := remote.Describe(types.DockerConfigJSON, config)
 	if reference.Digest().MatchString(named) && named != conf.Digest.String() {
-		return nil, fmt.Errorf("its configuration: %w: its bytes are those of %s, not of %s", fault.ErrCorrupt, conf.Digest, named)
+		return nil, fmt.Errorf("its configuration: %w: its bytes are those of %s, not of %s",
+			fault.ErrCorrupt, conf.Digest, named)
 	}
 	diffs, err := want.diffIDs(config)
 	if err != nil {
 		return nil, err
 	}
 	if len(diffs) != len(s.Layers) || len(diffs) > maxLayers {
-		return nil, fmt.Errorf("%w: its manifest has %d layers, its configuration %d", fault.ErrCorrupt, len(s.Layers), len(diffs))
+		return nil, fmt.Errorf("%w: its manifest has %d layers, its configuration %d", fault.ErrCorrupt,
+			len(s.Layers), len(diffs))
 	}
 	img := &opened{config: config, media: string(types.DockerManifestSchema2)}
 	manifest := v1.Manifest{SchemaVersion: 2, MediaType: types.DockerManifestSchema2, Config: conf}
@@ -218,7 +231,9 @@ func (s *saved) image(ctx context.Context, t *tarFiles, opts image.SourceOptions
 		if err != nil {
 			return nil, err
 		}
-		manifest.Layers = append(manifest.Layers, v1.Descriptor{MediaType: types.MediaType(l.MediaType), Size: l.Size, Digest: h})
+		manifest.Layers = append(manifest.Layers, v1.Descriptor{
+			MediaType: types.MediaType(l.MediaType), Size: l.Size, Digest: h,
+		})
 		img.layers = append(img.layers, l)
 	}
 	if img.raw, err = json.Marshal(manifest); err != nil {

@@ -177,7 +177,8 @@ func keysOf(s string) []string {
 	if hub {
 		return []string{reference.DockerHub + rest}
 	}
-	return []string{s, "https://" + s, "https://" + s + "/v1/", "https://" + s + "/v2/"} // as old versions of Docker wrote them
+	// as old versions of Docker wrote them
+	return []string{s, "https://" + s, "https://" + s + "/v1/", "https://" + s + "/v2/"}
 }
 
 // A helper may prompt; a user that is not there must not block us for ever.
@@ -198,7 +199,10 @@ func helper(ctx context.Context, which, verb string, in []byte) ([]byte, error) 
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if errors.Is(err, exec.ErrNotFound) {
-		return nil, &fault.Error{Hint: fmt.Sprintf("Install %s, or take it out of docker's config.json.", bin), Err: fmt.Errorf("%w: %w", fault.ErrNotFound, err)}
+		return nil, &fault.Error{
+			Hint: fmt.Sprintf("Install %s, or take it out of docker's config.json.", bin),
+			Err:  fmt.Errorf("%w: %w", fault.ErrNotFound, err),
+		}
 	}
 	if err != nil {
 		said := strings.TrimSpace(string(out) + stderr.String())
@@ -220,7 +224,8 @@ func helperGet(ctx context.Context, which, key string) (authn.AuthConfig, error)
 	}
 	var got struct{ Username, Secret string }
 	if err := json.Unmarshal(out, &got); err != nil {
-		return authn.AuthConfig{}, fmt.Errorf("docker-credential-%s: %w: its answer cannot be read", which, fault.ErrCorrupt)
+		return authn.AuthConfig{}, fmt.Errorf("docker-credential-%s: %w: its answer cannot be read",
+			which, fault.ErrCorrupt)
 	}
 	if got.Username == "<token>" {
 		return authn.AuthConfig{IdentityToken: got.Secret}, nil

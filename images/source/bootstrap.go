@@ -41,7 +41,8 @@ func Complete(ref reference.Reference, opts image.SourceOptions) (reference.Refe
 		}
 		arch, ok := debianArch[platforms.Format(p.spec)]
 		if p.spec.OS != "linux" || !ok {
-			return ref, fmt.Errorf("%w: Debian has no architecture for %s", fault.ErrUnsupported, platforms.Format(p.spec))
+			return ref, fmt.Errorf("%w: Debian has no architecture for %s", fault.ErrUnsupported,
+				platforms.Format(p.spec))
 		}
 		q.Set("arch", arch)
 	}
@@ -59,7 +60,8 @@ func Complete(ref reference.Reference, opts image.SourceOptions) (reference.Refe
 }
 
 var debianArch = map[string]string{
-	"linux/amd64": "amd64", "linux/386": "i386", "linux/arm64": "arm64", "linux/arm/v7": "armhf", "linux/arm/v6": "armel", "linux/arm/v5": "armel",
+	"linux/amd64": "amd64", "linux/386": "i386", "linux/arm64": "arm64", "linux/arm/v7": "armhf",
+	"linux/arm/v6": "armel", "linux/arm/v5": "armel",
 	"linux/ppc64le": "ppc64el", "linux/riscv64": "riscv64", "linux/s390x": "s390x", "linux/mips64le": "mips64el",
 }
 
@@ -79,7 +81,9 @@ func Tree(ctx context.Context, ref reference.Reference, opts image.SourceOptions
 	}
 	bin, err := exec.LookPath("mmdebstrap")
 	if err != nil {
-		return nil, &fault.Error{Hint: "Install it: apt-get install mmdebstrap.", Err: fmt.Errorf("%w: %w", fault.ErrUnsupported, err)}
+		return nil, &fault.Error{
+			Hint: "Install it: apt-get install mmdebstrap.", Err: fmt.Errorf("%w: %w", fault.ErrUnsupported, err),
+		}
 	}
 	if ref, err = Complete(ref, opts); err != nil {
 		return nil, err
@@ -92,9 +96,14 @@ func Tree(ctx context.Context, ref reference.Reference, opts image.SourceOptions
 	}
 	if len(mirrors) == 0 && distro != "debian" {
 		cancel()
-		return nil, &fault.Error{Hint: "Add ?mirror=URL to the reference.", Err: fmt.Errorf("%w: apt here knows no mirror of %s", fault.ErrNotFound, ref.Name)}
+		return nil, &fault.Error{
+			Hint: "Add ?mirror=URL to the reference.", Err: fmt.Errorf("%w: apt here knows no mirror of %s",
+				fault.ErrNotFound, ref.Name),
+		}
 	}
-	args := []string{"--format=tar", "--variant=" + ref.Query.Get("variant"), "--architectures=" + ref.Query.Get("arch")}
+	args := []string{
+		"--format=tar", "--variant=" + ref.Query.Get("variant"), "--architectures=" + ref.Query.Get("arch"),
+	}
 	for _, key := range []string{"include", "components"} {
 		if v := ref.Query.Get(key); v != "" {
 			args = append(args, "--"+key+"="+v)
@@ -167,7 +176,8 @@ var local = lazy.Regexp(`(^|^deb (?:\[[^]]*\] )?)file:`)
 func hostMirrors(ctx context.Context, distro, suite, components string) (list []string) {
 	origin := strings.ToUpper(distro[:1]) + distro[1:]
 	// The placeholders are apt's.
-	out, err := exec.CommandContext(ctx, "apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages", "Origin: "+origin).Output()
+	out, err := exec.CommandContext(ctx, "apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)",
+		"Created-By: Packages", "Origin: "+origin).Output()
 	if err != nil {
 		return nil // another system than Debian's
 	}

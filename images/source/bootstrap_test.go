@@ -34,8 +34,11 @@ func archiveOfOne(t *testing.T) (line string) {
 		}
 	}
 	pkg := filepath.Join(t.TempDir(), "p")
-	if err := errors.Join(os.MkdirAll(pkg+"/DEBIAN", 0o755), os.MkdirAll(pkg+"/usr/bin", 0o755), os.WriteFile(pkg+"/usr/bin/tiny", []byte("hi\n"), 0o755),
-		os.WriteFile(pkg+"/DEBIAN/control", []byte("Package: tiny\nVersion: 1\nArchitecture: all\nMaintainer: x <x@example.com>\nDescription: x\n"), 0o644)); err != nil {
+	if err := errors.Join(os.MkdirAll(pkg+"/DEBIAN", 0o755), os.MkdirAll(pkg+"/usr/bin", 0o755),
+		os.WriteFile(pkg+"/usr/bin/tiny", []byte("hi\n"), 0o755),
+		os.WriteFile(pkg+"/DEBIAN/control",
+			[]byte("Package: tiny\nVersion: 1\nArchitecture: all\nMaintainer: x <x@example.com>\nDescription: x\n"),
+			0o644)); err != nil {
 		t.Fatal(err)
 	}
 	if out, err := exec.Command("dpkg-deb", "-b", pkg, dir+"/tiny_1_all.deb").CombinedOutput(); err != nil {
@@ -76,7 +79,8 @@ func TestBootstrap(t *testing.T) {
 	}
 	g.Go(func() error {
 		_, err := made("tiny,none")
-		if h := strings.Join(fault.Hint(err), " "); err == nil || !strings.Contains(h, "Is the package in this suite") || !strings.Contains(err.Error(), "none") {
+		if h := strings.Join(fault.Hint(err), " "); err == nil ||
+			!strings.Contains(h, "Is the package in this suite") || !strings.Contains(err.Error(), "none") {
 			return fmt.Errorf("a package that is not there: %w (hint %q)", err, h)
 		}
 		return nil
@@ -147,7 +151,8 @@ func TestBootstrapMountsApart(t *testing.T) {
 	if ours, _ := os.Readlink("/proc/self/ns/mnt"); err != nil || strings.TrimSpace(string(said)) == ours {
 		t.Errorf("it runs in %q (%v), and so does this", said, err)
 	}
-	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(mounts), os.Getenv("HERE")) {
+	if mounts, err := os.ReadFile("/proc/self/mountinfo"); err != nil ||
+		strings.Contains(string(mounts), os.Getenv("HERE")) {
 		t.Errorf("it mounts on the host (%v)", err)
 	}
 }
@@ -155,8 +160,14 @@ func TestBootstrapMountsApart(t *testing.T) {
 func TestComplete(t *testing.T) {
 	for _, c := range []struct{ ref, platform, epoch, want string }{
 		{"bootstrap:debian/sid", "linux/amd64", "", "bootstrap:debian/sid?arch=amd64&variant=minbase"},
-		{"bootstrap:debian/sid?include=git", "linux/arm64", "1", "bootstrap:debian/sid?arch=arm64&epoch=1&include=git&variant=minbase"},
-		{"bootstrap:debian/sid?arch=armhf&epoch=2&variant=apt", "linux/arm/v6", "1", "bootstrap:debian/sid?arch=armhf&epoch=2&variant=apt"},
+		{
+			"bootstrap:debian/sid?include=git", "linux/arm64", "1",
+			"bootstrap:debian/sid?arch=arm64&epoch=1&include=git&variant=minbase",
+		},
+		{
+			"bootstrap:debian/sid?arch=armhf&epoch=2&variant=apt", "linux/arm/v6", "1",
+			"bootstrap:debian/sid?arch=armhf&epoch=2&variant=apt",
+		},
 		{"debian", "linux/amd64", "1", "docker.io/library/debian:latest"},
 		{"bootstrap:debian/sid", "windows/amd64", "", ""},
 		{"bootstrap:debian/sid", "linux/amd64", "yesterday", ""},

@@ -64,8 +64,10 @@ func checkConfig(c image.SourceConfig) error {
 			if !ok {
 				scheme, rest = "https", m
 			}
-			if _, err := name.NewRepository(strings.TrimSuffix(rest, "/")+"/probe/x", name.StrictValidation); err != nil || scheme != "https" && scheme != "http" {
-				return fmt.Errorf("registry %q: %w: mirror %q is no [http[s]://]HOST[:PORT][/PREFIX]", r.Name, fault.ErrInvalid, m)
+			if _, err := name.NewRepository(strings.TrimSuffix(rest, "/")+"/probe/x",
+				name.StrictValidation); err != nil || scheme != "https" && scheme != "http" {
+				return fmt.Errorf("registry %q: %w: mirror %q is no [http[s]://]HOST[:PORT][/PREFIX]",
+					r.Name, fault.ErrInvalid, m)
 			}
 		}
 	}

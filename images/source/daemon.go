@@ -43,7 +43,8 @@ func openDaemon(ctx context.Context, ref reference.Reference, opts image.SourceO
 }
 
 func dockerClient() (*client.Client, error) {
-	c, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider()))
+	c, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation(),
+		client.WithTraceProvider(noop.NewTracerProvider()))
 	if err != nil {
 		return nil, fmt.Errorf("the Docker daemon: %w: %w", fault.ErrInvalid, err)
 	}
@@ -173,7 +174,10 @@ func (c *command) Close() error {
 func podman(ctx context.Context, in io.Reader, args ...string) (*command, error) {
 	bin, err := exec.LookPath("podman")
 	if err != nil {
-		return nil, &fault.Error{Hint: "Install Podman, or copy the image into an oci: directory where it is.", Err: fmt.Errorf("containers-storage: %w: %w", fault.ErrUnsupported, err)}
+		return nil, &fault.Error{
+			Hint: "Install Podman, or copy the image into an oci: directory where it is.",
+			Err:  fmt.Errorf("containers-storage: %w: %w", fault.ErrUnsupported, err),
+		}
 	}
 	cmd := exec.CommandContext(ctx, bin, args...)
 	cmd.Stdin = in

@@ -96,7 +96,10 @@ func openTar(ctx context.Context, name string, opts image.SourceOptions) (_ *tar
 		return nil, err
 	}
 	if fi.IsDir() {
-		return nil, &fault.Error{Hint: "For a directory use oci:DIR (an image layout) or dir:DIR (a root filesystem).", Err: fmt.Errorf("%s: %w: it is a directory", name, fault.ErrInvalid)}
+		return nil, &fault.Error{
+			Hint: "For a directory use oci:DIR (an image layout) or dir:DIR (a root filesystem).",
+			Err:  fmt.Errorf("%s: %w: it is a directory", name, fault.ErrInvalid),
+		}
 	}
 	if fi.Mode().IsRegular() {
 		var magic [4]byte
@@ -141,7 +144,8 @@ func OpenFile(ctx context.Context, path string) (_ *os.File, err error) {
 		var n int
 		var perr error
 		err := raw.Control(func(fd uintptr) {
-			n, perr = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100) // ms; it cannot wait for a context
+			// ms; it cannot wait for a context
+			n, perr = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100)
 		})
 		switch {
 		case ctx.Err() != nil:
@@ -276,13 +280,16 @@ func indexTar(ctx context.Context, f *os.File) (*tarFiles, error) {
 			return nil, context.Cause(ctx)
 		}
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w: it is no tar archive, or cut short: %w", path.Base(f.Name()), fault.ErrCorrupt, err)
+			return nil, fmt.Errorf("%s: %w: it is no tar archive, or cut short: %w",
+				path.Base(f.Name()), fault.ErrCorrupt, err)
 		}
 		if len(t.index)+len(t.links) >= maxArchived {
-			return nil, fmt.Errorf("%s: %w: it has more than %d files", path.Base(f.Name()), fault.ErrUnsupported, maxArchived)
+			return nil, fmt.Errorf("%s: %w: it has more than %d files", path.Base(f.Name()),
+				fault.ErrUnsupported, maxArchived)
 		}
 		if names += len(h.Name) + len(h.Linkname); names > maxNames {
-			return nil, fmt.Errorf("%s: %w: the names of its files have more than %d bytes", path.Base(f.Name()), fault.ErrUnsupported, maxNames)
+			return nil, fmt.Errorf("%s: %w: the names of its files have more than %d bytes", path.Base(f.Name()),
+				fault.ErrUnsupported, maxNames)
 		}
 		name := path.Clean(h.Name)
 		switch h.Typeflag {

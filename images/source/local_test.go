@@ -29,7 +29,9 @@ import (
 // skopeo runs it on a policy that accepts everything.
 func skopeo(t *testing.T, args ...string) string {
 	t.Helper()
-	cmd := exec.Command("skopeo", append([]string{"--insecure-policy", "--override-os=linux", "--override-arch=amd64"}, args...)...)
+	cmd := exec.Command("skopeo", append([]string{
+		"--insecure-policy", "--override-os=linux", "--override-arch=amd64",
+	}, args...)...)
 	cmd.Env = append(os.Environ(), "TMPDIR="+t.TempDir())
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
@@ -44,7 +46,9 @@ func skopeo(t *testing.T, args ...string) string {
 func TestLocal(t *testing.T) {
 	o := fast(t)
 	// An image of Docker's types would be translated.
-	img := mutate.ConfigMediaType(mutate.MediaType(sample(t, "linux/amd64", 0), types.OCIManifestSchema1), types.OCIConfigJSON)
+	img := mutate.ConfigMediaType(
+		mutate.MediaType(sample(t, "linux/amd64", 0), types.OCIManifestSchema1),
+		types.OCIConfigJSON)
 	for range 3 {
 		l, err := random.Layer(20_000, types.OCILayer)
 		if err != nil {
@@ -70,17 +74,21 @@ func TestLocal(t *testing.T) {
 			exact := !strings.HasPrefix(to, "docker-archive")
 			sameImage(t, got, layers, img, exact)
 			var seen struct{ Digest string }
-			if err := json.Unmarshal([]byte(skopeo(t, "inspect", ref)), &seen); err != nil || exact && seen.Digest != digest {
+			if err := json.Unmarshal([]byte(skopeo(t, "inspect", ref)), &seen); err != nil ||
+				exact && seen.Digest != digest {
 				t.Errorf("skopeo sees %s, want %s (%v)", seen.Digest, digest, err)
 			}
-			for _, copied := range []string{"oci:COPY:v1", "oci-archive:COPY.tar:v1", "docker-archive:COPY.tar:web:v1"} {
+			for _, copied := range []string{
+				"oci:COPY:v1", "oci-archive:COPY.tar:v1", "docker-archive:COPY.tar:web:v1",
+			} {
 				copied = strings.Replace(copied, "COPY", filepath.Join(t.TempDir(), "c"), 1)
 				skopeo(t, "copy", ref, copied)
 				got, layers, err := pull(t, copied, o)
 				if err != nil {
 					t.Fatalf("%s: %v", copied, err)
 				}
-				if c, _ := img.RawConfigFile(); exact == strings.HasPrefix(copied, "docker-archive") && bytes.Equal(c, got.Config()) {
+				if c, _ := img.RawConfigFile(); exact == strings.HasPrefix(copied, "docker-archive") &&
+					bytes.Equal(c, got.Config()) {
 					sameImage(t, got, layers, img, false)
 				}
 				if len(layers) != 3 {
@@ -132,9 +140,12 @@ func TestLayoutKeeps(t *testing.T) {
 	}
 	_, _, digest := got.Manifest()
 	has("@"+digest, b)
-	for ref, want := range map[string]error{"oci:" + dir: fault.ErrInvalid, "oci:" + dir + ":x": fault.ErrNotFound, "oci:" + dir + "x": fault.ErrNotFound} {
+	for ref, want := range map[string]error{
+		"oci:" + dir: fault.ErrInvalid, "oci:" + dir + ":x": fault.ErrNotFound, "oci:" + dir + "x": fault.ErrNotFound,
+	} {
 		_, _, err := pull(t, ref, o)
-		if !errors.Is(err, want) || want == fault.ErrInvalid && !strings.Contains(strings.Join(fault.Hint(err), ""), "a, b") {
+		if !errors.Is(err, want) || want == fault.ErrInvalid &&
+			!strings.Contains(strings.Join(fault.Hint(err), ""), "a, b") {
 			t.Errorf("%s: %v, %q", ref, err, fault.Hint(err))
 		}
 	}
@@ -195,12 +206,18 @@ func TestBadLayout(t *testing.T) {
 		"layer flipped": {func(dir string) {
 			edit(blob(dir, layer.Hex), func(b []byte) []byte { b[len(b)/2] ^= 1; return b })
 		}, fault.ErrCorrupt},
-		"layer cut":     {func(dir string) { edit(blob(dir, layer.Hex), func(b []byte) []byte { return b[:len(b)-1] }) }, fault.ErrCorrupt},
-		"layer longer":  {func(dir string) { edit(blob(dir, layer.Hex), func(b []byte) []byte { return append(b, 0) }) }, fault.ErrCorrupt},
-		"layer gone":    {func(dir string) { _ = os.Remove(blob(dir, layer.Hex)) }, fault.ErrCorrupt},
-		"config":        {func(dir string) { edit(blob(dir, conf.Hex), bytes.ToUpper) }, fault.ErrCorrupt},
-		"index is none": {func(dir string) { edit(dir+"/index.json", func([]byte) []byte { return []byte("[]") }) }, fault.ErrCorrupt},
-		"no index":      {func(dir string) { _ = os.Remove(dir + "/index.json") }, fault.ErrInvalid},
+		"layer cut": {func(dir string) {
+			edit(blob(dir, layer.Hex), func(b []byte) []byte { return b[:len(b)-1] })
+		}, fault.ErrCorrupt},
+		"layer longer": {func(dir string) {
+			edit(blob(dir, layer.Hex), func(b []byte) []byte { return append(b, 0) })
+		}, fault.ErrCorrupt},
+		"layer gone": {func(dir string) { _ = os.Remove(blob(dir, layer.Hex)) }, fault.ErrCorrupt},
+		"config":     {func(dir string) { edit(blob(dir, conf.Hex), bytes.ToUpper) }, fault.ErrCorrupt},
+		"index is none": {func(dir string) {
+			edit(dir+"/index.json", func([]byte) []byte { return []byte("[]") })
+		}, fault.ErrCorrupt},
+		"no index": {func(dir string) { _ = os.Remove(dir + "/index.json") }, fault.ErrInvalid},
 		"no image": {func(dir string) {
 			edit(dir+"/index.json", func([]byte) []byte { return []byte(`{"schemaVersion":2,"manifests":[]}`) })
 		}, fault.ErrUnsupported},
@@ -266,7 +283,8 @@ func sum(b string) string { return remote.Describe("", []byte(b)).Digest.String(
 func TestArchives(t *testing.T) {
 	layer := string(tarOf(t, "etc/os-release", "ID=x"))
 	diff := sum(layer)
-	config := `{"os":"linux","architecture":"amd64","rootfs":{"type":"layers","diff_ids":["` + diff + `","` + diff + `"]}}`
+	config := `{"os":"linux","architecture":"amd64","rootfs":{"type":"layers","diff_ids":["` +
+		diff + `","` + diff + `"]}}`
 	id := sum(config)[7:]
 	packed := func(b []byte) []byte {
 		var buf bytes.Buffer
@@ -279,33 +297,44 @@ func TestArchives(t *testing.T) {
 	zlayer := string(packed([]byte(layer)))
 	old := tarOf(t, "a/layer.tar", layer, "b/layer.tar", "->../a/layer.tar", id+".json", config,
 		"manifest.json", `[{"Config":"`+id+`.json","RepoTags":["web:1"],"Layers":["a/layer.tar","b/layer.tar"]}]`)
-	two := tarOf(t, "l", layer, "c", config, "manifest.json", `[{"Config":"c","RepoTags":["web:1"],"Layers":["l","l"]},{"Config":"c","RepoTags":["web:2"],"Layers":["l","l"]}]`)
+	two := tarOf(t, "l", layer, "c", config, "manifest.json",
+		`[{"Config":"c","RepoTags":["web:1"],"Layers":["l","l"]},{"Config":"c","RepoTags":["web:2"],"Layers":["l","l"]}]`)
 	for name, c := range map[string]struct {
 		data  []byte
 		ref   string // behind the path
 		want  error
 		layer string
 	}{
-		"of Docker 20":         {old, "", nil, layer},
-		"by name":              {old, ":web:1", nil, layer},
-		"packed":               {packed(old), "", nil, layer},
-		"another name":         {old, ":web:2", fault.ErrNotFound, ""},
-		"which of two":         {two, "", fault.ErrInvalid, ""},
-		"the second":           {two, ":web:2", nil, layer},
-		"packed layers":        {tarOf(t, "l.tar.gz", zlayer, "c", config, "manifest.json", `[{"Config":"c","Layers":["l.tar.gz","l.tar.gz"]}]`), "", nil, zlayer},
-		"a layer of others":    {tarOf(t, "l", layer+"x", "c", config, "manifest.json", `[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
-		"a config of others":   {tarOf(t, "l", layer, id+".json", config+" ", "manifest.json", `[{"Config":"`+id+`.json","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
-		"no layer":             {tarOf(t, "c", config, "manifest.json", `[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
-		"one layer too few":    {tarOf(t, "l", layer, "c", config, "manifest.json", `[{"Config":"c","Layers":["l"]}]`), "", fault.ErrCorrupt, ""},
-		"no config":            {tarOf(t, "manifest.json", `[{"Config":"c","Layers":[]}]`), "", fault.ErrCorrupt, ""},
-		"symlinks in a circle": {tarOf(t, "l", "->m", "m", "->l", "c", config, "manifest.json", `[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
-		"to the host":          {tarOf(t, "l", "->/etc/passwd", "c", config, "manifest.json", `[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
-		"none":                 {tarOf(t, "etc/passwd", ""), "", fault.ErrInvalid, ""},
-		"no tar":               {[]byte(strings.Repeat("no tar ", 200)), "", fault.ErrCorrupt, ""},
-		"cut":                  {old[:700], "", fault.ErrCorrupt, ""},
-		"packed and cut":       {packed(old)[:100], "", fault.ErrCorrupt, ""},
-		"a bomb":               {packed(make([]byte, 2<<20)), "", fault.ErrDenied, ""},
-		"empty":                {nil, "", fault.ErrInvalid, ""},
+		"of Docker 20": {old, "", nil, layer},
+		"by name":      {old, ":web:1", nil, layer},
+		"packed":       {packed(old), "", nil, layer},
+		"another name": {old, ":web:2", fault.ErrNotFound, ""},
+		"which of two": {two, "", fault.ErrInvalid, ""},
+		"the second":   {two, ":web:2", nil, layer},
+		"packed layers": {tarOf(t, "l.tar.gz", zlayer, "c", config, "manifest.json",
+			`[{"Config":"c","Layers":["l.tar.gz","l.tar.gz"]}]`), "", nil, zlayer},
+		"a layer of others": {tarOf(t, "l", layer+"x", "c", config, "manifest.json",
+			`[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
+		"a config of others": {tarOf(t, "l", layer, id+".json", config+" ", "manifest.json",
+			`[{"Config":"`+id+`.json","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
+		"no layer": {
+			tarOf(t, "c", config, "manifest.json", `[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, "",
+		},
+		"one layer too few": {
+			tarOf(t, "l", layer, "c", config, "manifest.json", `[{"Config":"c","Layers":["l"]}]`),
+			"", fault.ErrCorrupt, "",
+		},
+		"no config": {tarOf(t, "manifest.json", `[{"Config":"c","Layers":[]}]`), "", fault.ErrCorrupt, ""},
+		"symlinks in a circle": {tarOf(t, "l", "->m", "m", "->l", "c", config, "manifest.json",
+			`[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
+		"to the host": {tarOf(t, "l", "->/etc/passwd", "c", config, "manifest.json",
+			`[{"Config":"c","Layers":["l","l"]}]`), "", fault.ErrCorrupt, ""},
+		"none":           {tarOf(t, "etc/passwd", ""), "", fault.ErrInvalid, ""},
+		"no tar":         {[]byte(strings.Repeat("no tar ", 200)), "", fault.ErrCorrupt, ""},
+		"cut":            {old[:700], "", fault.ErrCorrupt, ""},
+		"packed and cut": {packed(old)[:100], "", fault.ErrCorrupt, ""},
+		"a bomb":         {packed(make([]byte, 2<<20)), "", fault.ErrDenied, ""},
+		"empty":          {nil, "", fault.ErrInvalid, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o := fast(t)
@@ -321,10 +350,12 @@ func TestArchives(t *testing.T) {
 			if err != nil {
 				return
 			}
-			if string(img.Config()) != config || len(layers) != 2 || string(layers[0]) != c.layer || string(layers[1]) != c.layer {
+			if string(img.Config()) != config || len(layers) != 2 || string(layers[0]) != c.layer ||
+				string(layers[1]) != c.layer {
 				t.Errorf("%s, %d layers", img.Config(), len(layers))
 			}
-			if m, media, _ := img.Manifest(); media != string(types.DockerManifestSchema2) || !bytes.Contains(m, []byte(id)) {
+			if m, media, _ := img.Manifest(); media != string(types.DockerManifestSchema2) ||
+				!bytes.Contains(m, []byte(id)) {
 				t.Errorf("%s: %s", media, m)
 			}
 		})
@@ -359,14 +390,17 @@ func TestArchiveOfNames(t *testing.T) {
 	defer f.Close()
 	w := tar.NewWriter(f)
 	for i := range 40 {
-		if err := w.WriteHeader(&tar.Header{Name: fmt.Sprint(i) + strings.Repeat("n", 1_000_000), Format: tar.FormatPAX}); err != nil {
+		if err := w.WriteHeader(&tar.Header{
+			Name: fmt.Sprint(i) + strings.Repeat("n", 1_000_000), Format: tar.FormatPAX,
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if err := w.Close(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := Open(t.Context(), mustParse(t, "oci-archive:"+f.Name()), fast(t)); !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(err.Error(), "names") {
+	if _, err := Open(t.Context(), mustParse(t, "oci-archive:"+f.Name()), fast(t)); !errors.Is(err,
+		fault.ErrUnsupported) || !strings.Contains(err.Error(), "names") {
 		t.Error(err)
 	}
 }
@@ -392,7 +426,8 @@ func TestArchiveBomb(t *testing.T) {
 	}
 	o := fast(t)
 	o.Scratch = small
-	if _, err := Open(t.Context(), mustParse(t, "docker-archive:"+bomb), o); !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "kept free") {
+	if _, err := Open(t.Context(), mustParse(t, "docker-archive:"+bomb), o); !errors.Is(err, unix.ENOSPC) ||
+		!strings.Contains(err.Error(), "kept free") {
 		t.Error(err)
 	}
 }

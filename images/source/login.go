@@ -62,7 +62,10 @@ func Login(ctx context.Context, registry, user, password string, opts image.Sour
 	}
 	refused := advice
 	refused.Login = "Check user and password. Some registries want an access token in place of the password."
-	err = remote.Login(ctx, reg, remote.Options{Plain: loose, Keychain: only{authn.FromConfig(auth)}, Transport: t.home, Elsewhere: t.elsewhere, Pause: opts.Pause, Idle: opts.Idle, Advice: refused})
+	err = remote.Login(ctx, reg, remote.Options{
+		Plain: loose, Keychain: only{authn.FromConfig(auth)}, Transport: t.home, Elsewhere: t.elsewhere,
+		Pause: opts.Pause, Idle: opts.Idle, Advice: refused,
+	})
 	if err != nil {
 		return "", err
 	}
@@ -150,7 +153,10 @@ func parseRegistry(s string) (name.Registry, error) {
 	}
 	r, err := name.NewRegistry(s)
 	if err != nil {
-		return r, &fault.Error{Hint: "A registry is HOST[:PORT], without a scheme and without a path.", Err: fmt.Errorf("%w: %w", fault.ErrInvalid, err)}
+		return r, &fault.Error{
+			Hint: "A registry is HOST[:PORT], without a scheme and without a path.",
+			Err:  fmt.Errorf("%w: %w", fault.ErrInvalid, err),
+		}
 	}
 	return r, nil
 }

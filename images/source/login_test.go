@@ -41,8 +41,10 @@ func certificate(t *testing.T) (dir string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+	c := &x509.Certificate{SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test"},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, IsCA: true, BasicConstraintsValid: true,
+		KeyUsage:    x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}}
 	der, err := x509.CreateCertificate(rand.Reader, c, c, &key.PublicKey, key)
 	if err != nil {
@@ -53,7 +55,10 @@ func certificate(t *testing.T) (dir string) {
 		t.Fatal(err)
 	}
 	cert := pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
-	for name, b := range map[string][]byte{"ca.crt": cert, "client.cert": cert, "client.key": pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: raw})} {
+	for name, b := range map[string][]byte{
+		"ca.crt": cert, "client.cert": cert,
+		"client.key": pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: raw}),
+	} {
 		if err := os.WriteFile(filepath.Join(dir, name), b, 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -75,7 +80,8 @@ func dockerRegistry(t *testing.T, certs string) (host string) {
 	}
 	config := fmt.Sprintf("version: 0.1\nlog: {level: info, accesslog: {disabled: true}}\nstorage: {filesystem: {rootdirectory: %s/data}, delete: {enabled: true}}\n"+
 		"http:\n  addr: 127.0.0.1:0\n  tls: {certificate: %s/client.cert, key: %[2]s/client.key}\nauth: {htpasswd: {realm: x, path: %[1]s/htpasswd}}\n", dir, certs)
-	if err := errors.Join(os.WriteFile(dir+"/config.yml", []byte(config), 0o600), os.WriteFile(dir+"/htpasswd", []byte("ann:"+string(hash)+"\n"), 0o600)); err != nil {
+	if err := errors.Join(os.WriteFile(dir+"/config.yml", []byte(config), 0o600),
+		os.WriteFile(dir+"/htpasswd", []byte("ann:"+string(hash)+"\n"), 0o600)); err != nil {
 		t.Fatal(err)
 	}
 	cmd := exec.Command(bin, "serve", dir+"/config.yml")
@@ -127,7 +133,8 @@ func TestDockerRegistry(t *testing.T) {
 	write(fault.ErrDenied, "/etc/agentbox/certs.d/"+host+"/ca.crt")
 	o.CertDir = certs
 	write(fault.ErrDenied, "image login "+host)
-	if _, err := Login(t.Context(), host, "ann", "wrong", o); !errors.Is(err, fault.ErrDenied) || len(fault.Hint(err)) == 0 || strings.Contains(err.Error(), "wrong") {
+	if _, err := Login(t.Context(), host, "ann", "wrong", o); !errors.Is(err, fault.ErrDenied) ||
+		len(fault.Hint(err)) == 0 || strings.Contains(err.Error(), "wrong") {
 		t.Errorf("%v", err)
 	}
 	if _, err := os.Stat(o.AuthFile); !errors.Is(err, os.ErrNotExist) {
@@ -149,13 +156,15 @@ func TestDockerRegistry(t *testing.T) {
 
 	// Skopeo is let in by what Login wrote, sees the same, and what it copies is read.
 	var seen struct{ Digest string }
-	if err := json.Unmarshal([]byte(skopeo(t, "inspect", "--cert-dir="+certs, "--authfile="+o.AuthFile, "docker://"+ref)), &seen); err != nil {
+	if err := json.Unmarshal([]byte(skopeo(t, "inspect", "--cert-dir="+certs, "--authfile="+o.AuthFile,
+		"docker://"+ref)), &seen); err != nil {
 		t.Fatal(err)
 	}
 	if d, _ := img.Digest(); seen.Digest != d.String() {
 		t.Errorf("skopeo sees %s, want %s", seen.Digest, d)
 	}
-	skopeo(t, "copy", "--src-cert-dir="+certs, "--dest-cert-dir="+certs, "--authfile="+o.AuthFile, "--format=oci", "--dest-compress-format=zstd", "docker://"+ref, "docker://"+host+"/team/web:zstd")
+	skopeo(t, "copy", "--src-cert-dir="+certs, "--dest-cert-dir="+certs, "--authfile="+o.AuthFile, "--format=oci",
+		"--dest-compress-format=zstd", "docker://"+ref, "docker://"+host+"/team/web:zstd")
 	got, layers, err = pull(t, host+"/team/web:zstd", o)
 	if err != nil || len(layers) != 3 || string(got.Config()) == "" {
 		t.Errorf("%v", err)
@@ -194,7 +203,9 @@ func TestClientCertificate(t *testing.T) {
 	b, _ := os.ReadFile(dir + "/ca.crt")
 	pool.AppendCertsFromPEM(b)
 	s := newServed()
-	s.TLS = &tls.Config{Certificates: []tls.Certificate{pair}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert}
+	s.TLS = &tls.Config{
+		Certificates: []tls.Certificate{pair}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert,
+	}
 	s.StartTLS()
 	defer s.Close()
 	host := strings.TrimPrefix(s.URL, "https://")
@@ -300,7 +311,9 @@ func TestLoginFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	b, _ := os.ReadFile(real)
-	for _, keep := range []string{`"eDp5"`, `"x@y"`, `"psFormat": "table"`, `"http://p"`, `12345678901234567890`, s.Host(), `"YW5uOnNlY3JldA=="`} {
+	for _, keep := range []string{
+		`"eDp5"`, `"x@y"`, `"psFormat": "table"`, `"http://p"`, `12345678901234567890`, s.Host(), `"YW5uOnNlY3JldA=="`,
+	} {
 		if !strings.Contains(string(b), keep) {
 			t.Errorf("%s is not in %s", keep, b)
 		}
@@ -313,10 +326,13 @@ func TestLoginFile(t *testing.T) {
 	}
 	var is, was any
 	b, _ = os.ReadFile(real)
-	if json.Unmarshal(b, &is) != nil || json.Unmarshal([]byte(before), &was) != nil || fmt.Sprint(is) != fmt.Sprint(was) {
+	if json.Unmarshal(b, &is) != nil || json.Unmarshal([]byte(before), &was) != nil ||
+		fmt.Sprint(is) != fmt.Sprint(was) {
 		t.Errorf("%s", b)
 	}
-	for what, data := range map[string]string{"no JSON": "{", "null": "null", "a list": "[]", "auths are a list": `{"auths":[]}`} {
+	for what, data := range map[string]string{
+		"no JSON": "{", "null": "null", "a list": "[]", "auths are a list": `{"auths":[]}`,
+	} {
 		if err := os.WriteFile(real, []byte(data), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -362,7 +378,8 @@ func TestHelpers(t *testing.T) {
 	}
 	kept, _ := os.ReadFile(bin + "/kept")
 	file, _ := os.ReadFile(o.AuthFile)
-	if !strings.Contains(string(kept), `"ServerURL":"`+s.Host()+`"`) || strings.Contains(string(file), "auth\"") || !strings.Contains(string(file), s.Host()) {
+	if !strings.Contains(string(kept), `"ServerURL":"`+s.Host()+`"`) || strings.Contains(string(file), "auth\"") ||
+		!strings.Contains(string(file), s.Host()) {
 		t.Errorf("kept %s, file %s", kept, file)
 	}
 	if _, _, err := pull(t, s.Host()+"/web:1", o); err != nil {
@@ -376,7 +393,8 @@ func TestHelpers(t *testing.T) {
 	}
 	conf(`{"credHelpers":{"` + s.Host() + `":"gone"}}`)
 	_, _, err = pull(t, s.Host()+"/web:1", o)
-	if h := strings.Join(fault.Hint(err), " "); !errors.Is(err, fault.ErrDenied) || !strings.Contains(h, "docker-credential-gone") {
+	if h := strings.Join(fault.Hint(err), " "); !errors.Is(err, fault.ErrDenied) ||
+		!strings.Contains(h, "docker-credential-gone") {
 		t.Errorf("%v (hint %q)", err, h)
 	}
 	s.breaks(nil)
@@ -393,10 +411,13 @@ func TestMirrors(t *testing.T) {
 	origin.put(t, "team/web:1", img)
 	mirror.put(t, "hub/team/web:1", img)
 	ann := guarded(origin, "secret")
-	if err := os.WriteFile(o.AuthFile, []byte(`{"auths":{"`+origin.Host()+`":{"auth":"YW5uOnNlY3JldA=="}}}`), 0o600); err != nil {
+	if err := os.WriteFile(o.AuthFile, []byte(`{"auths":{"`+origin.Host()+
+		`":{"auth":"YW5uOnNlY3JldA=="}}}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	conf := image.SourceConfig{Registries: []image.Registry{{Name: origin.Host(), Mirrors: []string{"127.0.0.1:1", "http://" + mirror.Host() + "/hub/"}}}}
+	conf := image.SourceConfig{Registries: []image.Registry{{
+		Name: origin.Host(), Mirrors: []string{"127.0.0.1:1", "http://" + mirror.Host() + "/hub/"},
+	}}}
 	if err := checkConfig(conf); err != nil {
 		t.Fatal(err)
 	}
@@ -434,7 +455,8 @@ func TestMirrors(t *testing.T) {
 	}
 	mirror.breaks(func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(404); return true })
 	all()
-	if _, _, err := pull(t, origin.Host()+"/team/none:1", o); !errors.Is(err, fault.ErrNotFound) || !strings.Contains(err.Error(), "mirrors") {
+	if _, _, err := pull(t, origin.Host()+"/team/none:1", o); !errors.Is(err, fault.ErrNotFound) ||
+		!strings.Contains(err.Error(), "mirrors") {
 		t.Error(err)
 	}
 	// A push goes to the registry.
@@ -452,8 +474,11 @@ func TestConfig(t *testing.T) {
 	for text, ok := range map[string]bool{
 		"": true, "default = \"ghcr.io/team\"\n": true,
 		"[[registry]]\nname = \"docker.io\"\nmirrors = [\"m:5000/hub\", \"http://localhost:1\"]\ninsecure = true\ncert-dir = \"/x\"\n": true,
-		"defualt = \"x\"": false, "default = 1": false, "default = \"a b\"": false, "[[registry]]\nname = \"a/b\"\n": false, "[[registry]]\n": false,
-		"[[registry]]\nname = \"a\"\n[[registry]]\nname = \"a\"\n": false, "[[registry]]\nname = \"a\"\nmirrors = [\"ftp://x\"]\n": false, "[[registry]]\nname = \"a\"\nmirrors = [\"\"]\n": false,
+		"defualt = \"x\"": false, "default = 1": false, "default = \"a b\"": false,
+		"[[registry]]\nname = \"a/b\"\n": false, "[[registry]]\n": false,
+		"[[registry]]\nname = \"a\"\n[[registry]]\nname = \"a\"\n": false,
+		"[[registry]]\nname = \"a\"\nmirrors = [\"ftp://x\"]\n":    false,
+		"[[registry]]\nname = \"a\"\nmirrors = [\"\"]\n":           false,
 	} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)
@@ -484,7 +509,8 @@ func TestLoginElsewhere(t *testing.T) {
 	})
 	o.Insecure = true
 	_, err = Login(t.Context(), s.Host(), "ann", "secret", o)
-	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(tokens.Requests("")) > 0 {
+	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") ||
+		len(tokens.Requests("")) > 0 {
 		t.Errorf("%v, %q", err, tokens.Requests(""))
 	}
 }

@@ -43,7 +43,10 @@ func fast(t *testing.T) image.SourceOptions {
 	t.Helper()
 	dir := t.TempDir()
 	t.Setenv("DOCKER_CONFIG", dir)
-	return image.SourceOptions{Platform: "linux/amd64", Config: &image.SourceConfig{}, Scratch: dir, Pause: time.Millisecond, Idle: 10 * time.Second, AuthFile: dir + "/config.json"}
+	return image.SourceOptions{
+		Platform: "linux/amd64", Config: &image.SourceConfig{}, Scratch: dir, Pause: time.Millisecond,
+		Idle: 10 * time.Second, AuthFile: dir + "/config.json",
+	}
 }
 
 // sample is an image of some layers for a platform.

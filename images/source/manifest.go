@@ -106,7 +106,8 @@ func parseDocument(raw []byte, said types.MediaType) (*document, error) {
 	case d.SchemaVersion != 2:
 		return nil, fmt.Errorf("%w: its manifest is of schema %d", fault.ErrCorrupt, d.SchemaVersion)
 	case d.Manifests != nil && (d.Layers != nil || d.Config != nil):
-		return nil, fmt.Errorf("%w: its manifest is an index as well", fault.ErrCorrupt) // which of the two it is, others may see differently
+		// which of the two it is, others may see differently
+		return nil, fmt.Errorf("%w: its manifest is an index as well", fault.ErrCorrupt)
 	case d.MediaType.IsIndex() != (d.Manifests != nil) && (d.MediaType.IsIndex() || d.MediaType.IsImage()):
 		return nil, fmt.Errorf("%w: its manifest is not what its type says, %s", fault.ErrCorrupt, d.MediaType)
 	case d.Manifests != nil:
@@ -144,7 +145,10 @@ func wanted(s string) (platform, error) {
 	}
 	p, err := platforms.Parse(s)
 	if err != nil {
-		return platform{}, &fault.Error{Hint: "A platform is OS/ARCHITECTURE[/VARIANT], for example linux/arm64.", Err: fmt.Errorf("%w: %w", fault.ErrInvalid, err)}
+		return platform{}, &fault.Error{
+			Hint: "A platform is OS/ARCHITECTURE[/VARIANT], for example linux/arm64.",
+			Err:  fmt.Errorf("%w: %w", fault.ErrInvalid, err),
+		}
 	}
 	return platform{p, platforms.OnlyStrict(p), true}, nil
 }
@@ -190,7 +194,8 @@ func (p platform) lacks(has string) error {
 		has = "no other"
 	}
 	return &fault.Error{Hint: "Another platform than this machine's is chosen with --platform; its programs run here only through an emulator (binfmt_misc).",
-		Err: fmt.Errorf("%w: the image is not there for %s, but for %.400s", fault.ErrUnsupported, platforms.Format(p.spec), has)}
+		Err: fmt.Errorf("%w: the image is not there for %s, but for %.400s", fault.ErrUnsupported,
+			platforms.Format(p.spec), has)}
 }
 
 func spec(p *v1.Platform) ocispec.Platform {
@@ -210,11 +215,14 @@ func checkDescriptor(d v1.Descriptor) error {
 const dockerZstd types.MediaType = "application/vnd.docker.image.rootfs.diff.tar.zstd"
 
 // layerTypes are those of which a store knows how to make a tar.
-var layerTypes = []types.MediaType{types.OCILayer, types.OCILayerZStd, types.OCIUncompressedLayer, types.DockerLayer, types.DockerUncompressedLayer,
+var layerTypes = []types.MediaType{types.OCILayer, types.OCILayerZStd, types.OCIUncompressedLayer, types.DockerLayer,
+	types.DockerUncompressedLayer,
 	dockerZstd, "application/vnd.docker.image.rootfs.diff.tar"}
 
 // image checks a manifest and reads its configuration.
-func (p platform) image(ctx context.Context, from place, raw []byte, doc *document, opts image.SourceOptions) (*opened, error) {
+func (p platform) image(
+	ctx context.Context, from place, raw []byte, doc *document, opts image.SourceOptions,
+) (*opened, error) {
 	if len(doc.Layers) > maxLayers {
 		return nil, fmt.Errorf("%w: it has %d layers", fault.ErrUnsupported, len(doc.Layers))
 	}
@@ -246,9 +254,13 @@ func (p platform) image(ctx context.Context, from place, raw []byte, doc *docume
 		return nil, err
 	}
 	if len(diffs) != len(doc.Layers) {
-		return nil, fmt.Errorf("%w: its manifest has %d layers, its configuration %d", fault.ErrCorrupt, len(doc.Layers), len(diffs))
+		return nil, fmt.Errorf("%w: its manifest has %d layers, its configuration %d", fault.ErrCorrupt,
+			len(doc.Layers), len(diffs))
 	}
-	img := &opened{raw: raw, media: string(doc.MediaType), digest: remote.Describe("", raw).Digest.String(), config: config, close: func() error { return nil }}
+	img := &opened{
+		raw: raw, media: string(doc.MediaType), digest: remote.Describe("", raw).Digest.String(), config: config,
+		close: func() error { return nil },
+	}
 	for i, d := range doc.Layers {
 		l := from.layer(d)
 		l.Digest, l.Size, l.MediaType, l.DiffID = d.Digest.String(), d.Size, string(d.MediaType), diffs[i]

@@ -32,7 +32,8 @@ func FuzzResolve(f *testing.F) {
 	f.Add([]byte(index), []byte(config), []byte(manifest))
 	f.Add([]byte(index), []byte(config), []byte(index))
 	f.Fuzz(func(t *testing.T, raw, config, doc []byte) {
-		img, err := resolve(t.Context(), anything{doc, config}, raw, string(types.OCIManifestSchema1), image.SourceOptions{Platform: "linux/amd64"})
+		img, err := resolve(t.Context(), anything{doc, config}, raw, string(types.OCIManifestSchema1),
+			image.SourceOptions{Platform: "linux/amd64"})
 		if err != nil {
 			for _, known := range []error{fault.ErrCorrupt, fault.ErrInvalid, fault.ErrUnsupported, fault.ErrDenied} {
 				if errors.Is(err, known) {
@@ -44,7 +45,8 @@ func FuzzResolve(f *testing.F) {
 		total := int64(0)
 		for _, l := range img.Layers() {
 			total += l.Size
-			if l.Size < 0 || !reference.Digest().MatchString(l.Digest) || !reference.Digest().MatchString(l.DiffID) || l.Open == nil {
+			if l.Size < 0 || !reference.Digest().MatchString(l.Digest) ||
+				!reference.Digest().MatchString(l.DiffID) || l.Open == nil {
 				t.Fatalf("%+v", l)
 			}
 		}

@@ -66,7 +66,8 @@ func (p *proof) whole() ([]byte, error) {
 // bounded gives ctx the timeout of the options; 0: none.
 func bounded(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
 	if timeout > 0 {
-		return context.WithTimeoutCause(ctx, timeout, fmt.Errorf("%w: it took longer than %s", context.DeadlineExceeded, timeout))
+		return context.WithTimeoutCause(ctx, timeout, fmt.Errorf("%w: it took longer than %s",
+			context.DeadlineExceeded, timeout))
 	}
 	return context.WithCancel(ctx)
 }

@@ -31,7 +31,8 @@ var advice = remote.Advice{
 }
 
 // Schema 1 is asked for so that it can be told from what is not there.
-var acceptManifests = strings.Join([]string{string(types.OCIManifestSchema1), string(types.OCIImageIndex), string(types.DockerManifestSchema2), string(types.DockerManifestList),
+var acceptManifests = strings.Join([]string{string(types.OCIManifestSchema1), string(types.OCIImageIndex),
+	string(types.DockerManifestSchema2), string(types.DockerManifestList),
 	string(types.DockerManifestSchema1Signed) + ";q=0.1", string(types.DockerManifestSchema1) + ";q=0.1"}, ", ")
 
 // endpoint is a repository at one registry or mirror, connected when first needed.
@@ -75,7 +76,10 @@ func endpoints(ref reference.Reference, opts image.SourceOptions, scope string) 
 				return nil, fmt.Errorf("mirror %q of %s: %w: %w", m, host, fault.ErrInvalid, err)
 			}
 			own := registryOf(conf, hostOf(at.Registry))
-			list = append(list, &endpoint{repo: at, mirror: true, plain: scheme == "http" || own.Insecure, any: own.Insecure, certs: certDirs(hostOf(at.Registry), own.CertDir), keys: keys, opts: opts, conf: conf, scope: scope})
+			list = append(list, &endpoint{
+				repo: at, mirror: true, plain: scheme == "http" || own.Insecure, any: own.Insecure,
+				certs: certDirs(hostOf(at.Registry), own.CertDir), keys: keys, opts: opts, conf: conf, scope: scope,
+			})
 		}
 	}
 	loose := opts.Insecure || reg.Insecure
@@ -83,7 +87,10 @@ func endpoints(ref reference.Reference, opts image.SourceOptions, scope string) 
 	if dir == "" {
 		dir = reg.CertDir
 	}
-	return append(list, &endpoint{repo: repo, plain: loose, any: loose, certs: certDirs(host, dir), keys: keys, opts: opts, conf: conf, scope: scope}), nil
+	return append(list, &endpoint{
+		repo: repo, plain: loose, any: loose, certs: certDirs(host, dir), keys: keys, opts: opts,
+		conf: conf, scope: scope,
+	}), nil
 }
 
 // hostOf is what people call a registry.
@@ -112,7 +119,10 @@ func (e *endpoint) connect(ctx context.Context) (*remote.Client, error) {
 			return nil, err
 		}
 	}
-	c, err := remote.Connect(ctx, repo, e.scope, remote.Options{Plain: e.plain, Keychain: e.keys, Transport: t.home, Elsewhere: t.elsewhere, Pause: e.opts.Pause, Idle: e.opts.Idle, Advice: advice})
+	c, err := remote.Connect(ctx, repo, e.scope, remote.Options{
+		Plain: e.plain, Keychain: e.keys, Transport: t.home, Elsewhere: t.elsewhere, Pause: e.opts.Pause,
+		Idle: e.opts.Idle, Advice: advice,
+	})
 	if err != nil {
 		t.close()
 		return nil, e.keys.blame(err)
@@ -298,7 +308,8 @@ func (r *repository) each(ctx context.Context, op func(i int, c *remote.Client) 
 		}
 	}
 	if len(mirrors) > 0 {
-		return fmt.Errorf("%w (and its mirrors: %v)", own, errors.Join(mirrors...)) // only the registry itself decides what kind of error it is
+		// only the registry itself decides what kind of error it is
+		return fmt.Errorf("%w (and its mirrors: %v)", own, errors.Join(mirrors...))
 	}
 	return own
 }
@@ -307,11 +318,13 @@ func (r *repository) manifest(ctx context.Context, d v1.Descriptor) (raw []byte,
 	ctx, cancel := bounded(ctx, r.opts.Timeout)
 	defer cancel()
 	err = r.each(ctx, func(_ int, c *remote.Client) error {
-		if raw, _, err = c.Manifest(ctx, c.Repo.Digest(d.Digest.String()), string(d.MediaType), maxManifest); err != nil {
+		if raw, _, err = c.Manifest(ctx, c.Repo.Digest(d.Digest.String()), string(d.MediaType),
+			maxManifest); err != nil {
 			return err
 		}
 		if int64(len(raw)) != d.Size {
-			return fmt.Errorf("%s: %w: it has %d bytes, its index says %d", d.Digest, fault.ErrCorrupt, len(raw), d.Size)
+			return fmt.Errorf("%s: %w: it has %d bytes, its index says %d", d.Digest,
+				fault.ErrCorrupt, len(raw), d.Size)
 		}
 		return nil
 	})

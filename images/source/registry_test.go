@@ -27,10 +27,15 @@ func TestPull(t *testing.T) {
 	s, o := serve(t), fast(t)
 	amd, arm := sample(t, "linux/amd64", 3), sample(t, "linux/arm64/v8", 1)
 	index := mutate.AppendManifests(empty.Index,
-		mutate.IndexAddendum{Add: arm, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "arm64", Variant: "v8"}}},
-		mutate.IndexAddendum{Add: amd, Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "amd64"}}},
-		mutate.IndexAddendum{Add: sample(t, "linux/amd64", 1), Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "unknown", Architecture: "unknown"},
-			Annotations: map[string]string{"vnd.docker.reference.type": "attestation-manifest"}}})
+		mutate.IndexAddendum{Add: arm, Descriptor: v1.Descriptor{Platform: &v1.Platform{
+			OS: "linux", Architecture: "arm64", Variant: "v8",
+		}}},
+		mutate.IndexAddendum{Add: amd, Descriptor: v1.Descriptor{Platform: &v1.Platform{
+			OS: "linux", Architecture: "amd64",
+		}}},
+		mutate.IndexAddendum{Add: sample(t, "linux/amd64", 1),
+			Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "unknown", Architecture: "unknown"},
+				Annotations: map[string]string{"vnd.docker.reference.type": "attestation-manifest"}}})
 	s.put(t, "web:1", amd)
 	s.put(t, "web:all", index)
 	s.put(t, "web:nested", mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: index}))
@@ -40,7 +45,8 @@ func TestPull(t *testing.T) {
 		ref, platform string
 		want          v1.Image
 	}{
-		{"web:1", "", amd}, {"web@" + one.String(), "", amd}, {"web:all", "", amd}, {"web@" + many.String(), "linux/amd64", amd},
+		{"web:1", "", amd}, {"web@" + one.String(), "", amd}, {"web:all", "", amd},
+		{"web@" + many.String(), "linux/amd64", amd},
 		{"web:nested", "", amd}, {"web:all", "linux/arm64", arm}, {"web:x@" + one.String(), "", amd},
 	} {
 		o.Platform = c.platform
@@ -54,10 +60,13 @@ func TestPull(t *testing.T) {
 		}
 		sameImage(t, img, layers, c.want, true)
 	}
-	for platform, ref := range map[string]string{"linux/s390x": "web:all", "linux/arm64": "web:1", "windows/amd64": "web:all"} {
+	for platform, ref := range map[string]string{
+		"linux/s390x": "web:all", "linux/arm64": "web:1", "windows/amd64": "web:all",
+	} {
 		o.Platform = platform
 		_, _, err := pull(t, s.Host()+"/"+ref, o)
-		if h := fault.Hint(err); !errors.Is(err, fault.ErrUnsupported) || !strings.Contains(err.Error(), "linux/amd64") || len(h) == 0 {
+		if h := fault.Hint(err); !errors.Is(err, fault.ErrUnsupported) ||
+			!strings.Contains(err.Error(), "linux/amd64") || len(h) == 0 {
 			t.Errorf("%s for %s: %v, %q", ref, platform, err, h)
 		}
 	}
@@ -144,7 +153,10 @@ func TestResume(t *testing.T) {
 			t.Errorf("from %d: %q, want %q", n, asked, want)
 		}
 	}
-	for what, have := range map[string][]byte{"other bytes": bytes.Repeat([]byte("x"), 100), "too many": append(bytes.Clone(data), 0), "all other": bytes.Repeat([]byte("x"), len(data))} {
+	for what, have := range map[string][]byte{
+		"other bytes": bytes.Repeat([]byte("x"), 100), "too many": append(bytes.Clone(data), 0),
+		"all other": bytes.Repeat([]byte("x"), len(data)),
+	} {
 		if _, err := resume(have); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%s: %v", what, err)
 		}
@@ -185,7 +197,10 @@ func TestBadRegistry(t *testing.T) {
 		says   string
 		hint   string
 	}{
-		"unknown":         {manifest, body(404, `{"errors":[{"code":"MANIFEST_UNKNOWN"}]}`), fault.ErrNotFound, "MANIFEST_UNKNOWN", "Check"},
+		"unknown": {
+			manifest, body(404, `{"errors":[{"code":"MANIFEST_UNKNOWN"}]}`), fault.ErrNotFound,
+			"MANIFEST_UNKNOWN", "Check",
+		},
 		"401":             {manifest, body(401, ""), fault.ErrDenied, "401", "image login"},
 		"403":             {manifest, body(403, "evil\x1b[2J"), fault.ErrDenied, "403", "image login"},
 		"429":             {manifest, body(429, ""), fault.ErrBusy, "429", "later"},
@@ -193,32 +208,54 @@ func TestBadRegistry(t *testing.T) {
 		"500":             {manifest, body(500, ""), fault.ErrBusy, "500", "later"},
 		"503":             {layer, body(503, ""), fault.ErrBusy, "503", "later"},
 		"no such layer":   {layer, body(404, ""), fault.ErrNotFound, "404", ""},
-		"schema 1":        {manifest, body(200, `{"schemaVersion":1,"fsLayers":[]}`, "Content-Type", string(types.DockerManifestSchema1Signed)), fault.ErrUnsupported, "schema 1", "old Docker"},
-		"no JSON":         {manifest, body(200, `<html>`), fault.ErrCorrupt, "manifest", ""},
-		"huge manifest":   {manifest, body(200, strings.Repeat(" ", maxManifest+1)), fault.ErrCorrupt, "more than", ""},
+		"schema 1": {manifest, body(200, `{"schemaVersion":1,"fsLayers":[]}`, "Content-Type",
+			string(types.DockerManifestSchema1Signed)), fault.ErrUnsupported, "schema 1", "old Docker"},
+		"no JSON":       {manifest, body(200, `<html>`), fault.ErrCorrupt, "manifest", ""},
+		"huge manifest": {manifest, body(200, strings.Repeat(" ", maxManifest+1)), fault.ErrCorrupt, "more than", ""},
 		"index as well": {manifest, func(w http.ResponseWriter, b []byte) {
 			_, _ = w.Write(append([]byte(`{"manifests":[],`), b[1:]...))
 		}, fault.ErrCorrupt, "as well", ""},
-		"an artifact":    {manifest, edit(string(types.DockerConfigJSON), "application/vnd.other"), fault.ErrInvalid, "no image", ""},
-		"foreign layer":  {manifest, edit(string(types.DockerLayer), string(types.DockerForeignLayer)), fault.ErrUnsupported, "layer 1", ""},
-		"terabytes":      {manifest, edit(`"size":4`, `"size":4444444444444`), fault.ErrDenied, "more than", ""},
-		"negative":       {manifest, edit(`"size":4`, `"size":-4`), fault.ErrCorrupt, "bytes", ""},
-		"two digests":    {manifest, edit(`"layers":[`, `"layers":[{"mediaType":"application/vnd.docker.image.rootfs.diff.tar.gzip","size":3,"digest":"`+digestA+`"},`), fault.ErrCorrupt, "2 layers", ""},
-		"config cut":     {config, func(w http.ResponseWriter, b []byte) { _, _ = w.Write(b[:len(b)-1]) }, fault.ErrCorrupt, "in place of", ""},
-		"other config":   {config, edit(`"true"`, `"evil"`), fault.ErrCorrupt, "those of", ""},
-		"config too big": {config, func(w http.ResponseWriter, b []byte) { _, _ = w.Write(append(b, ' ')) }, fault.ErrCorrupt, "in place of", ""},
-		"layer cut":      {layer, func(w http.ResponseWriter, b []byte) { cutTo(w, b[:len(b)-1]) }, fault.ErrCorrupt, "in place of", ""},
+		"an artifact": {
+			manifest, edit(string(types.DockerConfigJSON), "application/vnd.other"), fault.ErrInvalid, "no image", "",
+		},
+		"foreign layer": {
+			manifest, edit(string(types.DockerLayer), string(types.DockerForeignLayer)),
+			fault.ErrUnsupported, "layer 1", "",
+		},
+		"terabytes": {manifest, edit(`"size":4`, `"size":4444444444444`), fault.ErrDenied, "more than", ""},
+		"negative":  {manifest, edit(`"size":4`, `"size":-4`), fault.ErrCorrupt, "bytes", ""},
+		"two digests": {
+			manifest, edit(`"layers":[`,
+				`"layers":[{"mediaType":"application/vnd.docker.image.rootfs.diff.tar.gzip","size":3,"digest":"`+
+					digestA+`"},`), fault.ErrCorrupt, "2 layers", "",
+		},
+		"config cut": {config, func(w http.ResponseWriter, b []byte) {
+			_, _ = w.Write(b[:len(b)-1])
+		}, fault.ErrCorrupt, "in place of", ""},
+		"other config": {config, edit(`"true"`, `"evil"`), fault.ErrCorrupt, "those of", ""},
+		"config too big": {config, func(w http.ResponseWriter, b []byte) {
+			_, _ = w.Write(append(b, ' '))
+		}, fault.ErrCorrupt, "in place of", ""},
+		"layer cut": {layer, func(w http.ResponseWriter, b []byte) {
+			cutTo(w, b[:len(b)-1])
+		}, fault.ErrCorrupt, "in place of", ""},
 		"layer cut, chunked": {layer, func(w http.ResponseWriter, b []byte) {
 			w.(http.Flusher).Flush()
 			_, _ = w.Write(b[:len(b)/2])
 		}, fault.ErrCorrupt, "too early", ""},
-		"layer too big":          {layer, func(w http.ResponseWriter, b []byte) { cutTo(w, append(b, 0)) }, fault.ErrCorrupt, "in place of", ""},
-		"layer too big, chunked": {layer, func(w http.ResponseWriter, b []byte) { _, _ = w.Write(append(b, 0)) }, fault.ErrCorrupt, "more than", ""},
+		"layer too big": {layer, func(w http.ResponseWriter, b []byte) {
+			cutTo(w, append(b, 0))
+		}, fault.ErrCorrupt, "in place of", ""},
+		"layer too big, chunked": {layer, func(w http.ResponseWriter, b []byte) {
+			_, _ = w.Write(append(b, 0))
+		}, fault.ErrCorrupt, "more than", ""},
 		"wrong bytes": {layer, func(w http.ResponseWriter, b []byte) {
 			b[len(b)/2] ^= 1
 			cutTo(w, b)
 		}, fault.ErrCorrupt, "those of", ""},
-		"to this machine": {layer, body(307, "", "Location", "http://169.254.169.254/x"), fault.ErrDenied, "169.254", ""},
+		"to this machine": {
+			layer, body(307, "", "Location", "http://169.254.169.254/x"), fault.ErrDenied, "169.254", "",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, o := serve(t), fast(t)
@@ -245,7 +282,8 @@ func TestBadRegistry(t *testing.T) {
 			})
 			_, _, err := pull(t, s.Host()+"/web:1", o)
 			hints := strings.Join(fault.Hint(err), " ")
-			if !errors.Is(err, c.want) || !strings.Contains(fmt.Sprint(err), c.says) || strings.ContainsRune(fmt.Sprint(err), 0x1b) || !strings.Contains(hints, c.hint) {
+			if !errors.Is(err, c.want) || !strings.Contains(fmt.Sprint(err), c.says) ||
+				strings.ContainsRune(fmt.Sprint(err), 0x1b) || !strings.Contains(hints, c.hint) {
 				t.Errorf("%v (hint %q), want %v", err, hints, c.want)
 			}
 			if !fired.Load() {
@@ -260,7 +298,11 @@ func TestWrongDigest(t *testing.T) {
 	s, o := serve(t), fast(t)
 	img, _, _ := one(t, s)
 	raw, _ := img.RawManifest()
-	other := mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: sample(t, "linux/amd64", 2), Descriptor: v1.Descriptor{Platform: &v1.Platform{OS: "linux", Architecture: "amd64"}}})
+	other := mutate.AppendManifests(empty.Index, mutate.IndexAddendum{
+		Add: sample(t, "linux/amd64", 2), Descriptor: v1.Descriptor{Platform: &v1.Platform{
+			OS: "linux", Architecture: "amd64",
+		}},
+	})
 	s.put(t, "web:all", other)
 	s.breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if strings.Contains(r.URL.Path, "/manifests/sha256:") {
@@ -317,12 +359,14 @@ func TestCancelledAndLate(t *testing.T) {
 
 	late := o
 	late.Timeout = 100 * time.Millisecond
-	if _, err := read(t, open(late).Layers()[0]); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "100ms") {
+	if _, err := read(t, open(late).Layers()[0]); !errors.Is(err, context.DeadlineExceeded) ||
+		!strings.Contains(err.Error(), "100ms") {
 		t.Errorf("late: %v", err)
 	}
 	still := o
 	still.Idle = 20 * time.Millisecond
-	if _, err := read(t, open(still).Layers()[0]); err == nil || !strings.Contains(err.Error(), "stood still") || len(fault.Hint(err)) == 0 {
+	if _, err := read(t, open(still).Layers()[0]); err == nil || !strings.Contains(err.Error(), "stood still") ||
+		len(fault.Hint(err)) == 0 {
 		t.Errorf("standing still: %v", err)
 	}
 }
@@ -333,7 +377,9 @@ func TestElsewhere(t *testing.T) {
 	store.StartTLS()
 	t.Cleanup(store.Close)
 	_, port, _ := strings.Cut(strings.TrimPrefix(store.URL, "https://"), ":")
-	for name, start := range map[string]func(*served){"plain": func(s *served) { s.Start() }, "tls": func(s *served) { s.StartTLS() }} {
+	for name, start := range map[string]func(*served){"plain": func(s *served) { s.Start() }, "tls": func(s *served) {
+		s.StartTLS()
+	}} {
 		t.Run(name, func(t *testing.T) {
 			s, o := newServed(), fast(t)
 			start(s)
@@ -344,11 +390,13 @@ func TestElsewhere(t *testing.T) {
 				if !strings.HasSuffix(r.URL.Path, digest) {
 					return false
 				}
-				http.Redirect(w, r, "https://localhost:"+port+"/"+digest+"?signature=secret", http.StatusTemporaryRedirect)
+				http.Redirect(w, r, "https://localhost:"+port+"/"+digest+"?signature=secret",
+					http.StatusTemporaryRedirect)
 				return true
 			})
 			o.Insecure = true
-			if _, _, err := pull(t, s.Host()+"/web:1", o); !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "certificate") || len(store.Requests("")) > 0 {
+			if _, _, err := pull(t, s.Host()+"/web:1", o); !errors.Is(err, fault.ErrDenied) ||
+				!strings.Contains(err.Error(), "certificate") || len(store.Requests("")) > 0 {
 				t.Errorf("%v, %q", err, store.Requests(""))
 			}
 			o.Config = &image.SourceConfig{Registries: []image.Registry{{Name: "localhost:" + port, Insecure: true}}}
@@ -359,7 +407,8 @@ func TestElsewhere(t *testing.T) {
 			sameImage(t, got, layers, img, true)
 
 			store.breaks(func(w http.ResponseWriter, r *http.Request) bool { panic(http.ErrAbortHandler) })
-			if _, _, err := pull(t, s.Host()+"/web:1", o); err == nil || strings.Contains(err.Error(), "secret") || !strings.Contains(err.Error(), digest) {
+			if _, _, err := pull(t, s.Host()+"/web:1", o); err == nil || strings.Contains(err.Error(), "secret") ||
+				!strings.Contains(err.Error(), digest) {
 				t.Errorf("%v", err)
 			}
 		})

@@ -31,10 +31,13 @@ import (
 // into a registry, an oci: directory (other images stay), an oci-archive: or
 // docker-archive: file (which is replaced), the Docker daemon or Podman's
 // storage. Nothing shows of it before all of it is there.
-func Write(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (digest string, err error) {
+func Write(
+	ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions,
+) (digest string, err error) {
 	ctx, cancel := bounded(ctx, opts.Timeout)
 	defer cancel()
-	write := map[reference.Transport]func(context.Context, reference.Reference, v1.Image, image.SourceOptions) (v1.Hash, error){
+	write := map[reference.Transport]func(context.Context, reference.Reference, v1.Image, image.SourceOptions) (v1.Hash,
+		error){
 		reference.Docker:            push,
 		reference.OCI:               writeLayout,
 		reference.OCIArchive:        writeLayoutArchive,
@@ -93,7 +96,9 @@ func push(ctx context.Context, ref reference.Reference, img v1.Image, opts image
 				return c.Pusher.Upload(within, c.Repo, w)
 			})
 			if err == nil && !w.sent && opts.Progress != nil {
-				opts.Progress(image.SourceProgress{Digest: desc.Digest.String(), Done: desc.Size, Total: desc.Size, There: true})
+				opts.Progress(image.SourceProgress{
+					Digest: desc.Digest.String(), Done: desc.Size, Total: desc.Size, There: true,
+				})
 			}
 			if err != nil {
 				return e.keys.blame(c.Explain(fmt.Errorf("push %s: %w", desc.Digest, err)))
@@ -139,13 +144,15 @@ func parts(img v1.Image) (m rawManifest, blobs []v1.Layer, err error) {
 	}
 	blobs = append(slices.Clone(blobs), config)
 	if len(blobs) != len(means.Layers)+1 {
-		return m, nil, fmt.Errorf("%w: its manifest has %d layers, %d are there", fault.ErrCorrupt, len(means.Layers), len(blobs)-1)
+		return m, nil, fmt.Errorf("%w: its manifest has %d layers, %d are there", fault.ErrCorrupt,
+			len(means.Layers), len(blobs)-1)
 	}
 	seen := map[v1.Hash]bool{}
 	var once []v1.Layer
 	for i, d := range append(slices.Clone(means.Layers), means.Config) {
 		if h, err := blobs[i].Digest(); err != nil || h != d.Digest {
-			return m, nil, errors.Join(err, fmt.Errorf("%w: its manifest names %s, %s is there", fault.ErrCorrupt, d.Digest, h))
+			return m, nil, errors.Join(err, fmt.Errorf("%w: its manifest names %s, %s is there",
+				fault.ErrCorrupt, d.Digest, h))
 		}
 		if !seen[d.Digest] {
 			once = append(once, blobs[i])
@@ -253,7 +260,9 @@ func blobName(h v1.Hash) string { return "blobs/" + h.Algorithm + "/" + h.Hex }
 const layoutFile = `{"imageLayoutVersion":"1.0.0"}`
 
 // writeLayoutArchive writes an OCI layout of one image as a tar archive.
-func writeLayoutArchive(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
+func writeLayoutArchive(
+	ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions,
+) (h v1.Hash, err error) {
 	err = replaceFile(ref.Path, func(f *os.File) error {
 		w := tarSink{tar.NewWriter(f)}
 		if err := w.put("oci-layout", int64(len(layoutFile)), strings.NewReader(layoutFile)); err != nil {
@@ -264,7 +273,9 @@ func writeLayoutArchive(ctx context.Context, ref reference.Reference, img v1.Ima
 			return err
 		}
 		h = d.Digest
-		b, err := json.Marshal(v1.IndexManifest{SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{d}})
+		b, err := json.Marshal(v1.IndexManifest{
+			SchemaVersion: 2, MediaType: types.OCIImageIndex, Manifests: []v1.Descriptor{d},
+		})
 		if err != nil {
 			return err
 		}
@@ -276,7 +287,9 @@ func writeLayoutArchive(ctx context.Context, ref reference.Reference, img v1.Ima
 type tarSink struct{ *tar.Writer }
 
 func (t tarSink) put(name string, size int64, r io.Reader) error {
-	if err := t.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: name, Size: size, Mode: 0o644, Format: tar.FormatPAX}); err != nil {
+	if err := t.WriteHeader(&tar.Header{
+		Typeflag: tar.TypeReg, Name: name, Size: size, Mode: 0o644, Format: tar.FormatPAX,
+	}); err != nil {
 		return err
 	}
 	_, err := io.Copy(t, r)
@@ -284,7 +297,9 @@ func (t tarSink) put(name string, size int64, r io.Reader) error {
 }
 
 // writeArchive writes what `docker load` takes.
-func writeArchive(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (v1.Hash, error) {
+func writeArchive(
+	ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions,
+) (v1.Hash, error) {
 	err := replaceFile(ref.Path, func(f *os.File) error { return saveTo(ctx, f, ref, img, opts) })
 	if err != nil {
 		return v1.Hash{}, err

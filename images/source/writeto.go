@@ -25,7 +25,9 @@ import (
 
 // writeLayout adds an image to an OCI layout, which is made if it does not exist. An image that
 // had the tag before loses it.
-func writeLayout(ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions) (h v1.Hash, err error) {
+func writeLayout(
+	ctx context.Context, ref reference.Reference, img v1.Image, opts image.SourceOptions,
+) (h v1.Hash, err error) {
 	if err := os.MkdirAll(ref.Path, 0o755); err != nil {
 		return h, err
 	}

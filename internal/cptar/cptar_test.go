@@ -128,7 +128,10 @@ func TestFrom(t *testing.T) {
 			t.Errorf("%s: %s", p, got)
 		}
 	}
-	for p, want := range map[string]error{"/none": fault.ErrNotFound, "/work/f/": unix.ENOTDIR, "/out/secret": fault.ErrNotFound, "/work/sub/sock": fault.ErrUnsupported, "": fault.ErrNotFound} {
+	for p, want := range map[string]error{
+		"/none": fault.ErrNotFound, "/work/f/": unix.ENOTDIR, "/out/secret": fault.ErrNotFound,
+		"/work/sub/sock": fault.ErrUnsupported, "": fault.ErrNotFound,
+	} {
 		if err := From(ctx, root, nil, p, io.Discard); !errors.Is(err, want) {
 			t.Errorf("%s: %v", p, err)
 		}
@@ -206,7 +209,8 @@ func TestPlaceAndCopy(t *testing.T) {
 func TestTarPath(t *testing.T) {
 	root, _ := sandbox(t)
 	for p, want := range map[string][2]string{
-		"/work/sub": {"", "sub/ sub/g"}, "/work/sub/": {"x", "x/ x/g"}, "/work/sub/.": {"", "./ ./g"}, "/bin": {"", "bin"}, "/work/f": {"y", "y"},
+		"/work/sub": {"", "sub/ sub/g"}, "/work/sub/": {"x", "x/ x/g"}, "/work/sub/.": {"", "./ ./g"},
+		"/bin": {"", "bin"}, "/work/f": {"y", "y"},
 	} {
 		var buf bytes.Buffer
 		if _, err := TarPath(ctx, root+p, want[0], &buf); err != nil {
@@ -250,7 +254,8 @@ func archive(t *testing.T, list ...ent) *bytes.Reader {
 
 func TestTo(t *testing.T) {
 	root, outside := sandbox(t)
-	f := ent{tar.Header{Name: "d/tool", Mode: 0o4755, Uid: 1000, Gid: 1001, ModTime: time.Unix(5, 7), Format: tar.FormatPAX,
+	f := ent{tar.Header{Name: "d/tool", Mode: 0o4755, Uid: 1000, Gid: 1001,
+		ModTime: time.Unix(5, 7), Format: tar.FormatPAX,
 		PAXRecords: map[string]string{"SCHILY.xattr.user.k": "v", "SCHILY.xattr.trusted.overlay.opaque": "y"}}, "tool"}
 	err := To(ctx, root, nil, "/bin", archive(t, f))
 	if part := (*Partial)(nil); !errors.As(err, &part) || !strings.Contains(err.Error(), "trusted.overlay.opaque") {
@@ -258,10 +263,13 @@ func TestTo(t *testing.T) {
 	}
 	var st unix.Stat_t
 	ok(t, unix.Stat(root+"/usr/bin/d/tool", &st))
-	if st.Uid != 1000 || st.Gid != 1001 || st.Mode != unix.S_IFREG|0o4755 || st.Mtim != (unix.Timespec{Sec: 5, Nsec: 7}) {
+	if st.Uid != 1000 || st.Gid != 1001 || st.Mode != unix.S_IFREG|0o4755 ||
+		st.Mtim != (unix.Timespec{Sec: 5, Nsec: 7}) {
 		t.Errorf("%+v", st)
 	}
-	for p, want := range map[string]error{"/none": fault.ErrNotFound, "/etc/passwd": unix.ENOTDIR, "/out": fault.ErrNotFound, outside: fault.ErrNotFound} {
+	for p, want := range map[string]error{
+		"/none": fault.ErrNotFound, "/etc/passwd": unix.ENOTDIR, "/out": fault.ErrNotFound, outside: fault.ErrNotFound,
+	} {
 		if err := To(ctx, root, nil, p, archive(t, f)); !errors.Is(err, want) {
 			t.Errorf("to %s: %v", p, err)
 		}
@@ -272,9 +280,12 @@ func TestTo(t *testing.T) {
 		"dir over link":    {{tar.Header{Name: "out", Typeflag: tar.TypeDir, Mode: 0o777}, ""}},
 		"dir over file":    {{tar.Header{Name: "etc/passwd", Typeflag: tar.TypeDir, Mode: 0o777}, ""}},
 		"file over dir":    {{tar.Header{Name: "etc"}, "x"}},
-		"hard link":        {{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "out/secret"}, ""}, {tar.Header{Name: "h"}, "x"}},
+		"hard link": {
+			{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "out/secret"}, ""}, {tar.Header{Name: "h"}, "x"},
+		},
 	} {
-		if err := To(ctx, root, nil, "/", archive(t, list...)); !errors.Is(err, fault.ErrInvalid) && !errors.Is(err, fault.ErrExists) {
+		if err := To(ctx, root, nil, "/", archive(t, list...)); !errors.Is(err, fault.ErrInvalid) &&
+			!errors.Is(err, fault.ErrExists) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -292,13 +303,21 @@ func TestTo(t *testing.T) {
 // A hostile sandbox streams names and links that aim at the host.
 func TestUntarHostile(t *testing.T) {
 	for what, list := range map[string][]ent{
-		"dotdot":       {{tar.Header{Name: "x/../../evil"}, "x"}},
-		"symlink":      {{tar.Header{Name: "x", Typeflag: tar.TypeSymlink, Linkname: "/"}, ""}, {tar.Header{Name: "x/evil"}, "x"}},
-		"rel symlink":  {{tar.Header{Name: "x", Typeflag: tar.TypeSymlink, Linkname: ".."}, ""}, {tar.Header{Name: "x/evil"}, "x"}},
-		"user's link":  {{tar.Header{Name: "link/evil"}, "x"}},
-		"user's link2": {{tar.Header{Name: "link", Typeflag: tar.TypeDir, Mode: 0o777}, ""}, {tar.Header{Name: "link/evil"}, "x"}},
-		"hard link":    {{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "mine"}, ""}, {tar.Header{Name: "h"}, "x"}},
-		"hard link2":   {{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "/etc/shadow"}, ""}},
+		"dotdot": {{tar.Header{Name: "x/../../evil"}, "x"}},
+		"symlink": {
+			{tar.Header{Name: "x", Typeflag: tar.TypeSymlink, Linkname: "/"}, ""}, {tar.Header{Name: "x/evil"}, "x"},
+		},
+		"rel symlink": {
+			{tar.Header{Name: "x", Typeflag: tar.TypeSymlink, Linkname: ".."}, ""}, {tar.Header{Name: "x/evil"}, "x"},
+		},
+		"user's link": {{tar.Header{Name: "link/evil"}, "x"}},
+		"user's link2": {
+			{tar.Header{Name: "link", Typeflag: tar.TypeDir, Mode: 0o777}, ""}, {tar.Header{Name: "link/evil"}, "x"},
+		},
+		"hard link": {
+			{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "mine"}, ""}, {tar.Header{Name: "h"}, "x"},
+		},
+		"hard link2": {{tar.Header{Name: "h", Typeflag: tar.TypeLink, Linkname: "/etc/shadow"}, ""}},
 	} {
 		for _, a := range []bool{false, true} {
 			tmp := t.TempDir()
@@ -319,20 +338,25 @@ func TestUntarHostile(t *testing.T) {
 	dst := t.TempDir()
 	list := []ent{
 		{tar.Header{Name: "src/", Typeflag: tar.TypeDir, Mode: 0o777}, ""},
-		{tar.Header{Name: "src/suid", Mode: 0o4755, Uid: 12, PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"}}, "x"},
+		{tar.Header{
+			Name: "src/suid", Mode: 0o4755, Uid: 12,
+			PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"},
+		}, "x"},
 		{tar.Header{Name: "src/sda", Typeflag: tar.TypeBlock, Devmajor: 8}, ""},
 	}
 	rep, err := Untar(ctx, dst, archive(t, list...), UntarOptions{Rename: "dst"})
 	ok(t, err)
 	var st unix.Stat_t
 	ok(t, unix.Stat(dst+"/dst/suid", &st))
-	if n, err := unix.Getxattr(dst+"/dst/suid", "security.capability", nil); err == nil || st.Mode&0o7000 != 0 || st.Uid != 0 || len(rep.Skipped) != 2 {
+	if n, err := unix.Getxattr(dst+"/dst/suid", "security.capability", nil); err == nil || st.Mode&0o7000 != 0 ||
+		st.Uid != 0 || len(rep.Skipped) != 2 {
 		t.Errorf("privilege crossed: %d %o %d %q", n, st.Mode, st.Uid, rep.Skipped)
 	}
 	_, err = Untar(ctx, dst, archive(t, list...), UntarOptions{Rename: "kept", Archive: true})
 	ok(t, err)
 	ok(t, unix.Stat(dst+"/kept/suid", &st))
-	if _, err := unix.Getxattr(dst+"/kept/suid", "security.capability", nil); err != nil || st.Mode&0o7000 != 0o4000 || st.Uid != 12 {
+	if _, err := unix.Getxattr(dst+"/kept/suid", "security.capability", nil); err != nil ||
+		st.Mode&0o7000 != 0o4000 || st.Uid != 12 {
 		t.Errorf("lost: %v %o %d", err, st.Mode, st.Uid)
 	}
 }
@@ -363,7 +387,8 @@ func TestRace(t *testing.T) {
 	deadline := time.Now().Add(3 * time.Second)
 	for i := 0; i < 3000 && time.Now().Before(deadline); i++ {
 		err := To(ctx, root, nil, "/work", archive(t, ent{tar.Header{Name: "sub/new", Mode: 0o4777, Uid: 9}, "x"},
-			ent{tar.Header{Name: "sub/n", Typeflag: tar.TypeFifo, Mode: 0o666, Uid: 9}, ""}, ent{tar.Header{Name: "secret", Mode: 0o666}, "x"}))
+			ent{tar.Header{Name: "sub/n", Typeflag: tar.TypeFifo, Mode: 0o666, Uid: 9}, ""},
+			ent{tar.Header{Name: "secret", Mode: 0o666}, "x"}))
 		if err == nil {
 			worked++
 		} else {
@@ -422,7 +447,8 @@ func TestPartialThroughPipe(t *testing.T) {
 func TestProcessRoot(t *testing.T) {
 	root, _ := sandbox(t)
 	ok(t, unix.Mkfifo(root+"/ready", 0o600))
-	cmd := exec.Command("unshare", "-m", "sh", "-c", `mount --bind "$0" "$0" && mount -t tmpfs tmpfs "$0/work" && echo live >"$0/work/f" && cp /bin/busybox "$0/usr/bin/" && : >"$0/ready" && exec chroot "$0" /usr/bin/busybox sleep 60`, root)
+	cmd := exec.Command("unshare", "-m", "sh", "-c",
+		`mount --bind "$0" "$0" && mount -t tmpfs tmpfs "$0/work" && echo live >"$0/work/f" && cp /bin/busybox "$0/usr/bin/" && : >"$0/ready" && exec chroot "$0" /usr/bin/busybox sleep 60`, root)
 	ok(t, cmd.Start())
 	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
 	_, err := os.ReadFile(root + "/ready") // blocks until the mounts are made
@@ -458,7 +484,8 @@ func TestPseudo(t *testing.T) {
 		ok(t, os.Mkdir(root+"/"+d, 0o755))
 	}
 	ok(t, unix.Mkfifo(root+"/ready", 0o600))
-	cmd := exec.Command("unshare", "-m", "sh", "-c", `cd "$0" && mount -t proc proc proc && mount -t sysfs -o ro sysfs sys &&
+	cmd := exec.Command("unshare", "-m", "sh", "-c",
+		`cd "$0" && mount -t proc proc proc && mount -t sysfs -o ro sysfs sys &&
 		mount -t tmpfs tmpfs dev && mkdir dev/pts && mount -t devpts -o newinstance devpts dev/pts && mknod dev/null c 1 3 &&
 		mount -t tmpfs tmpfs tmp && echo live >tmp/f && : >ready && exec sleep 60`, root)
 	ok(t, cmd.Start())
@@ -492,7 +519,8 @@ func TestPseudo(t *testing.T) {
 				t.Errorf("%s: without %s: %s", p, dir, names)
 			}
 		}
-		if strings.Contains(names, "./proc/s") || strings.Contains(names, "./sys/k") || strings.Contains(names, "./dev/n") {
+		if strings.Contains(names, "./proc/s") || strings.Contains(names, "./sys/k") ||
+			strings.Contains(names, "./dev/n") {
 			t.Errorf("%s: %.300s", p, names)
 		}
 		if content["./tmp/f"] != "live\n" || content["./etc/passwd"] != "inside" {

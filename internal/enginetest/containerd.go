@@ -36,7 +36,8 @@ func StartContainerd(t testing.TB, opts ContainerdOptions) *Containerd {
 	program(t, "ctr", "containerd")
 	dir := Dir(t)
 	d := &Containerd{
-		daemon: daemon{Dir: dir, name: "containerd"}, Address: filepath.Join(dir, "s"), Root: filepath.Join(dir, "data"), State: filepath.Join(dir, "x"),
+		daemon: daemon{Dir: dir, name: "containerd"}, Address: filepath.Join(dir, "s"),
+		Root: filepath.Join(dir, "data"), State: filepath.Join(dir, "x"),
 		StageRun: filepath.Join(dir, "ab"), env: opts.Env,
 	}
 	// No CRI, which wants a network, and no snapshotter that needs a device.

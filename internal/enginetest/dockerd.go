@@ -73,12 +73,14 @@ func StartDockerd(t testing.TB, opts DockerdOptions) *Dockerd {
 	below := StartContainerd(t, ContainerdOptions{Env: opts.Env})
 	dir := Dir(t)
 	d := &Dockerd{
-		daemon: daemon{Dir: dir, name: "dockerd"}, Host: "unix://" + filepath.Join(dir, "s"), Root: filepath.Join(dir, "data"), ExecRoot: filepath.Join(dir, "x"),
+		daemon: daemon{Dir: dir, name: "dockerd"}, Host: "unix://" + filepath.Join(dir, "s"),
+		Root: filepath.Join(dir, "data"), ExecRoot: filepath.Join(dir, "x"),
 		StageRun: below.StageRun, Containerd: below, Config: filepath.Join(dir, "daemon.json"), env: opts.Env,
 	}
 	pidfile := filepath.Join(dir, "pid")
 	config := map[string]any{
-		"containerd": below.Address, "data-root": d.Root, "exec-root": d.ExecRoot, "pidfile": pidfile, "hosts": []string{d.Host},
+		"containerd": below.Address, "data-root": d.Root, "exec-root": d.ExecRoot, "pidfile": pidfile,
+		"hosts":          []string{d.Host},
 		"storage-driver": "overlay2", "live-restore": true, "shutdown-timeout": 5,
 		"cgroup-parent": "/" + d.cgroup(),
 	}

@@ -86,7 +86,9 @@ func outside() (code int, err error) {
 // Outside is a command in the network that the tests were started in: theirs leads nowhere.
 func Outside(name string, args ...string) *exec.Cmd {
 	// The parent made the namespaces, and waits.
-	return exec.Command("nsenter", append([]string{fmt.Sprintf("--net=/proc/%d/ns/net", os.Getppid()), "--", name}, args...)...)
+	return exec.Command("nsenter", append([]string{
+		fmt.Sprintf("--net=/proc/%d/ns/net", os.Getppid()), "--", name,
+	}, args...)...)
 }
 
 // enter makes the namespaces that this process was started in usable.
@@ -152,7 +154,8 @@ func processes(dir string) map[int]string {
 		}
 		cmdline, _ := os.ReadFile(p + "/cmdline")
 		environ, _ := os.ReadFile(p + "/environ")
-		if bytes.Contains(cmdline, []byte(dir+"/")) || bytes.Contains(environ, []byte("="+dir+"\x00")) || bytes.Contains(environ, []byte(dir+"/")) {
+		if bytes.Contains(cmdline, []byte(dir+"/")) || bytes.Contains(environ, []byte("="+dir+"\x00")) ||
+			bytes.Contains(environ, []byte(dir+"/")) {
 			if stat, err := os.ReadFile(p + "/stat"); err == nil && !strings.Contains(string(stat), ") Z ") {
 				found[pid] = string(bytes.ReplaceAll(cmdline, []byte{0}, []byte{' '}))
 			}

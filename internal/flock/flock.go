@@ -93,7 +93,8 @@ func Held(path string, how How) (bool, error) {
 // Pass, as descriptor fd. It is fs.ErrNotExist if fd is not the file of this name.
 func Passed(fd int, path string) (*Handle, error) {
 	var mine, there unix.Stat_t
-	if unix.Fstat(fd, &mine) != nil || unix.Lstat(path, &there) != nil || mine.Dev != there.Dev || mine.Ino != there.Ino {
+	if unix.Fstat(fd, &mine) != nil || unix.Lstat(path, &there) != nil || mine.Dev != there.Dev ||
+		mine.Ino != there.Ino {
 		return nil, &os.PathError{Op: "lock passed for", Path: path, Err: os.ErrNotExist}
 	}
 	unix.CloseOnExec(fd)

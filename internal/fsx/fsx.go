@@ -129,7 +129,8 @@ func (t *Temp) Seal() error {
 		err = t.Sync()
 	}
 	if err == nil && !t.named {
-		err = unix.Linkat(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", t.Fd()), unix.AT_FDCWD, t.temp, unix.AT_SYMLINK_FOLLOW)
+		err = unix.Linkat(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", t.Fd()), unix.AT_FDCWD, t.temp,
+			unix.AT_SYMLINK_FOLLOW)
 		t.named = err == nil
 	}
 	err = errors.Join(err, t.Close())

@@ -54,7 +54,8 @@ func TestPanicIsAnError(t *testing.T) {
 		if !errors.As(err, &p) || errors.Is(err, fs.ErrExist) || !strings.Contains(string(p.Stack), "guard.broken") {
 			t.Errorf("%s: %v", name, err)
 		}
-		if n := Count() - before; n != 1 || strings.Count(log.String(), "level=ERROR msg=panic") != 1 || !strings.Contains(log.String(), "guard.broken") {
+		if n := Count() - before; n != 1 || strings.Count(log.String(), "level=ERROR msg=panic") != 1 ||
+			!strings.Contains(log.String(), "guard.broken") {
 			t.Errorf("%s: counted %d times; the log: %s", name, n, log)
 		}
 	}

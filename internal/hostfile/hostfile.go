@@ -59,7 +59,8 @@ type Dir struct {
 // Open opens a directory, on the way to which there is no symlink.
 func Open(path string) (*Dir, error) {
 	fd, err := unix.Openat2(unix.AT_FDCWD, path, &unix.OpenHow{
-		Flags: unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
 	})
 	if errors.Is(err, unix.ELOOP) {
 		return nil, fmt.Errorf("%w: there is a symlink in the way to %s", fault.ErrState, path)
@@ -143,7 +144,8 @@ func (d *Dir) find(name string) (fd int, st unix.Stat_t, err error) {
 	if kind := kinds[st.Mode&unix.S_IFMT]; err == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
 		err = fmt.Errorf("%w: it is %s, and not a regular file", fault.ErrState, kind)
 	} else if err == nil && st.Nlink > 1 {
-		err = fmt.Errorf("%w: it has %d hard links, and what is put back would be linked to none of them", fault.ErrState, st.Nlink)
+		err = fmt.Errorf("%w: it has %d hard links, and what is put back would be linked to none of them",
+			fault.ErrState, st.Nlink)
 	}
 	if err != nil {
 		return -1, st, errors.Join(err, unix.Close(fd))
@@ -166,7 +168,8 @@ func (f *file) close() {
 // next store then is a change that the file's times tell. Where there is no disk
 // beneath (tmpfs) none is told; so nobody depends on it.
 func (f *file) flush() {
-	_ = unix.SyncFileRange(int(f.Fd()), 0, 0, unix.SYNC_FILE_RANGE_WAIT_BEFORE|unix.SYNC_FILE_RANGE_WRITE|unix.SYNC_FILE_RANGE_WAIT_AFTER)
+	_ = unix.SyncFileRange(int(f.Fd()), 0, 0,
+		unix.SYNC_FILE_RANGE_WAIT_BEFORE|unix.SYNC_FILE_RANGE_WRITE|unix.SYNC_FILE_RANGE_WAIT_AFTER)
 }
 
 // entry describes a file as it is now.
@@ -255,7 +258,8 @@ func fill(f *os.File, e *overlay.Entry, data io.Reader) error {
 		return err
 	}
 	at := unix.Timespec{Sec: e.Mtime.Sec, Nsec: e.Mtime.Nsec}
-	return unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd), []unix.Timespec{{Nsec: unix.UTIME_NOW}, at}, 0)
+	return unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd),
+		[]unix.Timespec{{Nsec: unix.UTIME_NOW}, at}, 0)
 }
 
 // xattrs reads all attributes that belong to a file: those of users, of security
@@ -313,7 +317,8 @@ func (s State) is(ctx context.Context, f *file) (bool, error) {
 		return false, err
 	}
 	w := s.Entry
-	if e.Mode != w.Mode || e.UID != w.UID || e.GID != w.GID || e.Mtime != w.Mtime || e.Size != w.Size || !maps.Equal(e.Xattrs, w.Xattrs) {
+	if e.Mode != w.Mode || e.UID != w.UID || e.GID != w.GID || e.Mtime != w.Mtime || e.Size != w.Size ||
+		!maps.Equal(e.Xattrs, w.Xattrs) {
 		return false, nil
 	}
 	d, err := s.Data(ctx)

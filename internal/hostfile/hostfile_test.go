@@ -75,7 +75,9 @@ func state(t testing.TB, path string) State {
 	if got.Entry == nil {
 		return State{}
 	}
-	return State{got.Entry, func(context.Context) (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(data)), nil }}
+	return State{got.Entry, func(context.Context) (io.ReadCloser, error) {
+		return io.NopCloser(bytes.NewReader(data)), nil
+	}}
 }
 
 // facts are all there is to a file; empty: it is not there.
@@ -129,7 +131,8 @@ func TestComesBack(t *testing.T) {
 				must(t, err)
 			}
 		}
-		must(t, f.Close(), os.Chown(name, rapid.IntRange(0, 70000).Draw(rt, "uid"), rapid.IntRange(0, 70000).Draw(rt, "gid")))
+		must(t, f.Close(), os.Chown(name, rapid.IntRange(0, 70000).Draw(rt, "uid"),
+			rapid.IntRange(0, 70000).Draw(rt, "gid")))
 		for _, x := range []string{"user.a", "trusted.b", "security.c"} {
 			if rapid.Bool().Draw(rt, x) {
 				must(t, unix.Setxattr(name, x, []byte(rapid.StringN(0, 20, 40).Draw(rt, "value")), 0))
@@ -169,7 +172,8 @@ func TestComesBack(t *testing.T) {
 		if want.Entry != nil && got == Written {
 			f, err := os.Open(name)
 			must(t, err)
-			if list, err := extents(f, want.Entry.Size); err != nil || fmt.Sprint(list) != fmt.Sprint(want.Entry.Extents) {
+			if list, err := extents(f, want.Entry.Size); err != nil ||
+				fmt.Sprint(list) != fmt.Sprint(want.Entry.Extents) {
 				rt.Fatalf("its data lies at %v, want %v (%v)", list, want.Entry.Extents, err)
 			}
 			must(t, f.Close())
@@ -187,12 +191,15 @@ func TestComesBack(t *testing.T) {
 func TestKinds(t *testing.T) {
 	path, d := dirOf(t)
 	at := func(name string) string { return filepath.Join(path, name) }
-	must(t, os.WriteFile(at("plain"), []byte("x"), 0o600), os.WriteFile(at("linked"), nil, 0o600), os.Link(at("linked"), at("other")),
+	must(t, os.WriteFile(at("plain"), []byte("x"), 0o600), os.WriteFile(at("linked"), nil, 0o600),
+		os.Link(at("linked"), at("other")),
 		os.Mkdir(at("dir"), 0o700), os.Symlink("plain", at("symlink")), unix.Mkfifo(at("fifo"), 0o600),
-		unix.Mknod(at("device"), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))), os.WriteFile(at("large"), make([]byte, limit+1), 0o600))
+		unix.Mknod(at("device"), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))),
+		os.WriteFile(at("large"), make([]byte, limit+1), 0o600))
 	want := state(t, at("plain"))
 	for name, says := range map[string]string{
-		"linked": "2 hard links", "dir": "a directory", "symlink": "a symlink", "fifo": "a fifo", "device": "a device", "large": "at most",
+		"linked": "2 hard links", "dir": "a directory", "symlink": "a symlink", "fifo": "a fifo",
+		"device": "a device", "large": "at most",
 	} {
 		before, err := os.Lstat(at(name))
 		must(t, err)
@@ -202,7 +209,8 @@ func TestKinds(t *testing.T) {
 		if name == "large" {
 			continue
 		}
-		if _, _, err := d.Check(ctx, name, want, limit); !errors.Is(err, fault.ErrState) || !strings.Contains(err.Error(), says) {
+		if _, _, err := d.Check(ctx, name, want, limit); !errors.Is(err, fault.ErrState) ||
+			!strings.Contains(err.Error(), says) {
 			t.Errorf("check %s: %v", name, err)
 		}
 		if _, err := d.Put(ctx, name, ".temp", want, nil, nil); !errors.Is(err, fault.ErrState) {
@@ -218,7 +226,8 @@ func TestKinds(t *testing.T) {
 func TestParent(t *testing.T) {
 	path, _ := dirOf(t)
 	in := func(parts ...string) string { return filepath.Join(append([]string{path}, parts...)...) }
-	must(t, os.MkdirAll(in("real", "sub"), 0o700), os.Symlink("real", in("link")), os.WriteFile(in("real", "sub", "f"), []byte("then"), 0o600))
+	must(t, os.MkdirAll(in("real", "sub"), 0o700), os.Symlink("real", in("link")),
+		os.WriteFile(in("real", "sub", "f"), []byte("then"), 0o600))
 	if got, err := Resolve(in("link", "sub", "f")); got != in("real", "sub", "f") || err != nil {
 		t.Errorf("resolved to %q, %v", got, err)
 	}
@@ -229,7 +238,8 @@ func TestParent(t *testing.T) {
 	d, err := Open(in("real", "sub"))
 	must(t, err)
 	defer d.Close()
-	must(t, os.Rename(in("real"), in("away")), os.MkdirAll(in("evil", "sub"), 0o700), os.WriteFile(in("evil", "sub", "f"), []byte("theirs"), 0o600),
+	must(t, os.Rename(in("real"), in("away")), os.MkdirAll(in("evil", "sub"), 0o700),
+		os.WriteFile(in("evil", "sub", "f"), []byte("theirs"), 0o600),
 		os.WriteFile(in("away", "sub", "f"), []byte("now"), 0o600))
 	for _, swap := range []func() error{
 		func() error { return os.Symlink("evil", in("real")) },
@@ -293,7 +303,8 @@ func TestTemp(t *testing.T) {
 			}
 			alone(t, path, ".temp", "f")
 		}
-		must(t, os.WriteFile(name, []byte("then"), 0o600), os.Chtimes(name, time.Time{}, time.Unix(want.Entry.Mtime.Sec, want.Entry.Mtime.Nsec)))
+		must(t, os.WriteFile(name, []byte("then"), 0o600),
+			os.Chtimes(name, time.Time{}, time.Unix(want.Entry.Mtime.Sec, want.Entry.Mtime.Nsec)))
 		if action, err := d.Put(ctx, "f", ".temp", want, nil, nil); action != Same || err != nil {
 			t.Errorf("%s, with nothing to do: %q, %v", what, action, err)
 		}
@@ -375,7 +386,8 @@ func TestWriter(t *testing.T) {
 		}
 		// The writer goes from front to back, so that at any instant there is one step.
 		first := bytes.TrimLeft(text, string(text[:1]))
-		if rest := bytes.TrimLeft(first, string(first[:min(1, len(first))])); len(rest) > 0 || len(first) > 0 && text[0] != first[0]+1 {
+		if rest := bytes.TrimLeft(first, string(first[:min(1, len(first))])); len(rest) > 0 ||
+			len(first) > 0 && text[0] != first[0]+1 {
 			t.Fatalf("a copy of several instants: %d, then %d, then %d bytes more", text[0], first[0], len(rest))
 		}
 	}
@@ -458,7 +470,8 @@ func TestNoRoom(t *testing.T) {
 	over := filepath.Join(path, "f")
 	must(t, unix.Mount(over, over, "", unix.MS_BIND, ""))
 	defer unix.Unmount(over, unix.MNT_DETACH)
-	if _, _, err := other.Check(ctx, "f", want, limit); !errors.Is(err, fault.ErrState) || !strings.Contains(err.Error(), "mounted") {
+	if _, _, err := other.Check(ctx, "f", want, limit); !errors.Is(err, fault.ErrState) ||
+		!strings.Contains(err.Error(), "mounted") {
 		t.Errorf("a mount: %v", err)
 	}
 }

@@ -33,7 +33,8 @@ func (d *Dir) Check(ctx context.Context, name string, want State, limit int64) (
 		return Same, 0, err
 	}
 	if have != nil && have.st.Size > limit {
-		return "", 0, fmt.Errorf("%w: it has %d bytes now, at most %d can be kept for the undo", fault.ErrState, have.st.Size, limit)
+		return "", 0, fmt.Errorf("%w: it has %d bytes now, at most %d can be kept for the undo",
+			fault.ErrState, have.st.Size, limit)
 	}
 	if err := want.prove(ctx); err != nil {
 		return "", 0, err
@@ -78,7 +79,9 @@ func (d *Dir) writable(name string, have *file) error {
 // temp, or that and a number if the name is taken; Put removes what a killed Put has left under
 // these names. Before the file is replaced or removed, last is called, unless it is nil. With an
 // error, an empty action says that the file was not touched.
-func (d *Dir) Put(ctx context.Context, name, temp string, want State, was *State, last func() error) (action string, err error) {
+func (d *Dir) Put(
+	ctx context.Context, name, temp string, want State, was *State, last func() error,
+) (action string, err error) {
 	if last == nil {
 		last = func() error { return nil }
 	}
@@ -198,7 +201,8 @@ func (d *Dir) create(temp string) (*os.File, error) {
 	for i := 0; ; i++ {
 		name := tempName(temp, i)
 		_ = d.clear(name) // else it is in the way, as is found now
-		fd, err := unix.Openat(d.fd(), name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
+		fd, err := unix.Openat(d.fd(), name,
+			unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
 		if err == nil {
 			return os.NewFile(uintptr(fd), name), nil
 		}
@@ -224,7 +228,8 @@ func (d *Dir) clear(temp string) error {
 		return nil
 	}
 	if err == nil && st.Mode&unix.S_IFMT != unix.S_IFREG {
-		return fmt.Errorf("%w: %s/%s is in the way, which is %s", fault.ErrState, d.path, temp, kinds[st.Mode&unix.S_IFMT])
+		return fmt.Errorf("%w: %s/%s is in the way, which is %s", fault.ErrState, d.path, temp,
+			kinds[st.Mode&unix.S_IFMT])
 	}
 	if err == nil {
 		err = unix.Unlinkat(d.fd(), temp, 0)

@@ -105,7 +105,8 @@ func TestMapped(t *testing.T) {
 		t.Errorf("a store before the put: %q, %v", action, err)
 	}
 	now = state(t, name)
-	if action, err := d.Put(ctx, "f", ".temp", want, &now, func() error { m[5003] = 4; return nil }); action != "" || !errors.Is(err, ErrChanged) {
+	if action, err := d.Put(ctx, "f", ".temp", want, &now, func() error { m[5003] = 4; return nil }); action != "" ||
+		!errors.Is(err, ErrChanged) {
 		t.Errorf("a store during the put: %q, %v", action, err)
 	}
 	alone(t, at, "f", "lost+found")
@@ -135,7 +136,8 @@ func TestLease(t *testing.T) {
 		"put":   func(ctx context.Context) error { _, err := d.Put(ctx, "f", ".temp", want, nil, nil); return err },
 	} {
 		begun := time.Now()
-		if err := try(ctx); !errors.Is(err, fault.ErrBusy) || !strings.Contains(err.Error(), "a lease") || time.Since(begun) < leaseWait || time.Since(begun) > 10*leaseWait {
+		if err := try(ctx); !errors.Is(err, fault.ErrBusy) || !strings.Contains(err.Error(), "a lease") ||
+			time.Since(begun) < leaseWait || time.Since(begun) > 10*leaseWait {
 			t.Errorf("%s: %v after %v", what, err, time.Since(begun))
 		}
 		ended, end := context.WithCancel(ctx)
@@ -194,8 +196,11 @@ func TestExchanged(t *testing.T) {
 	must(t, os.WriteFile(name, []byte("now"), 0o600))
 	before := facts(t, name)
 	for what, exchange := range map[string]func() error{
-		"a symlink":      func() error { return errors.Join(os.Remove(temp), os.Symlink("elsewhere", temp)) },
-		"another file":   func() error { return errors.Join(os.Remove(temp), os.WriteFile(temp, []byte("then"), 0o600)) },
+		"a symlink": func() error { return errors.Join(os.Remove(temp), os.Symlink("elsewhere", temp)) },
+		"another file": func() error {
+			return errors.Join(os.Remove(temp),
+				os.WriteFile(temp, []byte("then"), 0o600))
+		},
 		"more in it":     func() error { return os.WriteFile(temp, []byte("more"), 0o600) },
 		"a second name":  func() error { return os.Link(temp, temp+"2") },
 		"nothing":        func() error { return os.Remove(temp) },
@@ -219,7 +224,8 @@ func TestCheckBound(t *testing.T) {
 	must(t, os.WriteFile(name, []byte("then"), 0o600))
 	want := state(t, name)
 	must(t, os.Truncate(name, limit+1))
-	if _, _, err := d.Check(ctx, "f", want, limit); !errors.Is(err, fault.ErrState) || !strings.Contains(err.Error(), "at most 1048576") {
+	if _, _, err := d.Check(ctx, "f", want, limit); !errors.Is(err, fault.ErrState) ||
+		!strings.Contains(err.Error(), "at most 1048576") {
 		t.Errorf("%v", err)
 	}
 	if action, _, err := d.Check(ctx, "f", want, limit+1); action != Written || err != nil {
@@ -229,7 +235,10 @@ func TestCheckBound(t *testing.T) {
 
 // An entry that no list of files can have is refused when it is taken.
 func TestRecordable(t *testing.T) {
-	e := overlay.Entry{Type: overlay.TypeFile, Xattrs: map[string]string{"user.\xff": "\x00\xff"}, Mtime: overlay.Time{Sec: -5, Nsec: 7}}
+	e := overlay.Entry{
+		Type: overlay.TypeFile, Xattrs: map[string]string{"user.\xff": "\x00\xff"},
+		Mtime: overlay.Time{Sec: -5, Nsec: 7},
+	}
 	must(t, recordable(e))
 	e.Mtime.Nsec = 1e9
 	if err := recordable(e); !errors.Is(err, fault.ErrUnsupported) || errors.Is(err, fault.ErrCorrupt) {

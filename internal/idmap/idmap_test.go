@@ -11,7 +11,9 @@ import (
 )
 
 func TestCheck(t *testing.T) {
-	for _, m := range []Map{{}, {Base: 0, Size: 10}, {Base: 1 << 31, Size: 1}, {Base: 10}, {Base: 1<<31 - 10, Size: 11}} {
+	for _, m := range []Map{
+		{}, {Base: 0, Size: 10}, {Base: 1 << 31, Size: 1}, {Base: 10}, {Base: 1<<31 - 10, Size: 11},
+	} {
 		if _, err := m.Namespace(); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%+v: %v", m, err)
 		}
@@ -48,15 +50,20 @@ func TestIDs(t *testing.T) {
 func TestXattrs(t *testing.T) {
 	m := &Map{Base: 524288, Size: 65536}
 	const caps = "\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"
-	if got, err := m.XattrOnHost("security.capability", caps); err != nil || got != "\x01\x00\x00\x03"+caps[4:]+"\x00\x00\x08\x00" {
+	if got, err := m.XattrOnHost("security.capability", caps); err != nil ||
+		got != "\x01\x00\x00\x03"+caps[4:]+"\x00\x00\x08\x00" {
 		t.Errorf("capabilities: %q, %v", got, err)
 	}
-	const acl = "\x02\x00\x00\x00" + "\x01\x00\x06\x00\xff\xff\xff\xff" + "\x02\x00\x04\x00\xe8\x03\x00\x00" + "\x10\x00\x06\x00\xff\xff\xff\xff"
-	if got, err := m.XattrOnHost("system.posix_acl_access", acl); err != nil || got != strings.Replace(acl, "\xe8\x03\x00\x00", "\xe8\x03\x08\x00", 1) {
+	const acl = "\x02\x00\x00\x00" + "\x01\x00\x06\x00\xff\xff\xff\xff" + "\x02\x00\x04\x00\xe8\x03\x00\x00" +
+		"\x10\x00\x06\x00\xff\xff\xff\xff"
+	if got, err := m.XattrOnHost("system.posix_acl_access", acl); err != nil ||
+		got != strings.Replace(acl, "\xe8\x03\x00\x00", "\xe8\x03\x08\x00", 1) {
 		t.Errorf("an access control list: %q, %v", got, err)
 	}
 	rapid.Check(t, func(t *rapid.T) {
-		name := rapid.SampledFrom([]string{"security.capability", "system.posix_acl_access", "system.posix_acl_default", "user.any"}).Draw(t, "name")
+		name := rapid.SampledFrom([]string{
+			"security.capability", "system.posix_acl_access", "system.posix_acl_default", "user.any",
+		}).Draw(t, "name")
 		value := rapid.OneOf(rapid.Just(caps), rapid.Just(acl), rapid.StringN(0, 40, 40)).Draw(t, "value")
 		host, err := m.XattrOnHost(name, value)
 		if err != nil {

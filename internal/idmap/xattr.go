@@ -38,7 +38,8 @@ func (m *Map) XattrInTree(name, value string) (string, error) {
 	data := []byte(value)
 	switch {
 	case m == nil:
-	case name == capsName && len(data) == 24 && binary.LittleEndian.Uint32(data)&capsRevision == capsOfRoot && binary.LittleEndian.Uint32(data[20:]) == m.Base:
+	case name == capsName && len(data) == 24 && binary.LittleEndian.Uint32(data)&capsRevision == capsOfRoot &&
+		binary.LittleEndian.Uint32(data[20:]) == m.Base:
 		data = data[:20]
 		binary.LittleEndian.PutUint32(data, binary.LittleEndian.Uint32(data)&^capsRevision|capsOfHost)
 	case name == accessName || name == defaultName:

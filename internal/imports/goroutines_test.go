@@ -80,7 +80,8 @@ func TestGoroutines(t *testing.T) {
 			case *ast.GoStmt:
 				t.Errorf("%s: use guard.Go, guard.Start or a group of it", files.Position(n.Pos()))
 			case *ast.SelectorExpr:
-				if x, ok := n.X.(*ast.Ident); ok && x.Name == "sync" && n.Sel.Name == "WaitGroup" && !slices.Contains(counted, name) {
+				if x, ok := n.X.(*ast.Ident); ok && x.Name == "sync" && n.Sel.Name == "WaitGroup" &&
+					!slices.Contains(counted, name) {
 					t.Errorf("%s: use a guard.WaitGroup", files.Position(n.Pos()))
 				}
 			}

@@ -65,7 +65,10 @@ func parse(data []byte) (s Stat, err error) {
 	}
 	const exiting, forkNoExec = 0x4, 0x40 // PF_EXITING, PF_FORKNOEXEC
 	flags := number(9)
-	s = Stat{State: f[0][0], Parent: int(number(4)), TTY: number(7), Forked: flags&forkNoExec != 0, Ending: flags&exiting != 0, Used: number(14) + number(15), Start: number(22)}
+	s = Stat{
+		State: f[0][0], Parent: int(number(4)), TTY: number(7), Forked: flags&forkNoExec != 0,
+		Ending: flags&exiting != 0, Used: number(14) + number(15), Start: number(22),
+	}
 	if len(f) > 52-3 {
 		s.Exit = int(number(52))
 	}

@@ -45,7 +45,8 @@ func TestReadForgedName(t *testing.T) {
 	must(t, err)
 	th, err := ReadThread(cmd.Process.Pid)
 	must(t, err)
-	if s.Parent != os.Getpid() || s.Ended() || s.Forked || s.Start == 0 || th.Parent != s.Parent || th.Start != s.Start {
+	if s.Parent != os.Getpid() || s.Ended() || s.Forked || s.Start == 0 ||
+		th.Parent != s.Parent || th.Start != s.Start {
 		t.Errorf("%+v, its thread %+v", s, th)
 	}
 	self, err := Read(os.Getpid())
@@ -56,7 +57,9 @@ func TestReadForgedName(t *testing.T) {
 	must(t, cmd.Process.Signal(syscall.SIGSTOP))
 	is(t, cmd.Process.Pid, func(s Stat) bool { return s.State == 'T' })
 	must(t, cmd.Process.Kill())
-	is(t, cmd.Process.Pid, func(s Stat) bool { return s.Ended() && syscall.WaitStatus(s.Exit).Signal() == syscall.SIGKILL })
+	is(t, cmd.Process.Pid, func(s Stat) bool {
+		return s.Ended() && syscall.WaitStatus(s.Exit).Signal() == syscall.SIGKILL
+	})
 	killed = true
 	_ = cmd.Wait()
 	if _, err := Read(cmd.Process.Pid); !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, syscall.ESRCH) {
@@ -86,7 +89,8 @@ func TestParse(t *testing.T) {
 		t.Errorf("%+v, %v", s, err)
 	}
 	for _, text := range []string{"", ")", "7 (a) S", "7 a S 3 7 7 0 -1 64 0 0 0 0 5 6 0 0 20 0 1 0 99",
-		strings.Replace(whole, " 99 ", " -9 ", 1), strings.Replace(whole, "S 3 ", "S x ", 1), strings.Replace(whole, ") S ", ") SS ", 1)} {
+		strings.Replace(whole, " 99 ", " -9 ", 1), strings.Replace(whole, "S 3 ", "S x ", 1),
+		strings.Replace(whole, ") S ", ") SS ", 1)} {
 		if s, err := parse([]byte(text)); err == nil || s != (Stat{}) {
 			t.Errorf("%q: %+v, %v", text, s, err)
 		}

@@ -125,7 +125,8 @@ func (b *blob) ask() error {
 		header["Range"] = fmt.Sprintf("bytes=%d-%d", b.n, b.d.Size-1)
 	}
 	ctx, stop := context.WithCancelCause(b.ctx)
-	resp, err := b.c.Do(ctx, http.MethodGet, "blobs/"+b.d.Digest.String(), header, http.StatusOK, http.StatusPartialContent, http.StatusRequestedRangeNotSatisfiable)
+	resp, err := b.c.Do(ctx, http.MethodGet, "blobs/"+b.d.Digest.String(), header, http.StatusOK,
+		http.StatusPartialContent, http.StatusRequestedRangeNotSatisfiable)
 	if err == nil && resp.StatusCode == http.StatusRequestedRangeNotSatisfiable && b.n > 0 {
 		resp.Body.Close()
 		resp, err = b.c.Do(ctx, http.MethodGet, "blobs/"+b.d.Digest.String(), rawBytes(), http.StatusOK)
@@ -141,8 +142,10 @@ func (b *blob) ask() error {
 		return fmt.Errorf("%w: the registry does not have %d bytes of it", fault.ErrCorrupt, b.d.Size)
 	case http.StatusPartialContent:
 		var from, to, size int64
-		if _, err := fmt.Sscanf(resp.Header.Get("Content-Range"), "bytes %d-%d/%d", &from, &to, &size); err != nil || from != b.n || to != b.d.Size-1 || size != b.d.Size || b.n == 0 {
-			return fmt.Errorf("%w: the registry sends %.80q in place of the bytes from %d on", fault.ErrCorrupt, resp.Header.Get("Content-Range"), b.n)
+		if _, err := fmt.Sscanf(resp.Header.Get("Content-Range"), "bytes %d-%d/%d", &from, &to, &size); err != nil ||
+			from != b.n || to != b.d.Size-1 || size != b.d.Size || b.n == 0 {
+			return fmt.Errorf("%w: the registry sends %.80q in place of the bytes from %d on", fault.ErrCorrupt,
+				resp.Header.Get("Content-Range"), b.n)
 		}
 		b.skip = 0
 	}

@@ -149,11 +149,15 @@ func (c *Client) Close() { c.close() }
 
 // Do sends a request for something of the repository. The answer has one of
 // the accepted codes.
-func (c *Client) Do(ctx context.Context, method, path string, header map[string]string, accepted ...int) (*http.Response, error) {
+func (c *Client) Do(
+	ctx context.Context, method, path string, header map[string]string, accepted ...int,
+) (*http.Response, error) {
 	return c.request(ctx, method, "/v2/"+c.Repo.RepositoryStr()+"/"+path, header, accepted...)
 }
 
-func (c *Client) request(ctx context.Context, method, path string, header map[string]string, accepted ...int) (*http.Response, error) {
+func (c *Client) request(
+	ctx context.Context, method, path string, header map[string]string, accepted ...int,
+) (*http.Response, error) {
 	u := url.URL{Scheme: c.Repo.Scheme(), Host: c.Repo.RegistryStr(), Path: path}
 	req, err := http.NewRequestWithContext(ctx, method, u.String(), nil)
 	if err != nil {
@@ -185,10 +189,13 @@ func (c *Client) request(ctx context.Context, method, path string, header map[st
 
 // Manifest reads what lies under a tag or a digest: at most limit bytes of one
 // of the accepted types. A digest is proven; not there is ErrNotFound.
-func (c *Client) Manifest(ctx context.Context, ref name.Reference, accept string, limit int64) (raw []byte, mediaType string, err error) {
+func (c *Client) Manifest(
+	ctx context.Context, ref name.Reference, accept string, limit int64,
+) (raw []byte, mediaType string, err error) {
 	err = c.Retry(ctx, func() error {
 		return c.watched(ctx, func(ctx context.Context, alive func()) error {
-			resp, err := c.Do(ctx, http.MethodGet, "manifests/"+ref.Identifier(), map[string]string{"Accept": accept}, http.StatusOK)
+			resp, err := c.Do(ctx, http.MethodGet, "manifests/"+ref.Identifier(),
+				map[string]string{"Accept": accept}, http.StatusOK)
 			if err != nil {
 				return err
 			}
@@ -263,7 +270,8 @@ func rawBytes() map[string]string { return map[string]string{"Accept-Encoding": 
 // Exists reports whether the repository has the blob, in that size.
 func (c *Client) Exists(ctx context.Context, d v1.Descriptor) (there bool, err error) {
 	err = c.Retry(ctx, func() error {
-		resp, err := c.Do(ctx, http.MethodHead, "blobs/"+d.Digest.String(), rawBytes(), http.StatusOK, http.StatusNotFound)
+		resp, err := c.Do(ctx, http.MethodHead, "blobs/"+d.Digest.String(), rawBytes(),
+			http.StatusOK, http.StatusNotFound)
 		if err != nil {
 			return err
 		}

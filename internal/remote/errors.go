@@ -38,7 +38,8 @@ func passing(err error) bool {
 	}
 	if t := (*transport.Error)(nil); errors.As(err, &t) {
 		switch t.StatusCode {
-		case http.StatusRequestTimeout, http.StatusTooManyRequests, http.StatusInternalServerError, http.StatusBadGateway,
+		case http.StatusRequestTimeout, http.StatusTooManyRequests,
+			http.StatusInternalServerError, http.StatusBadGateway,
 			http.StatusServiceUnavailable, http.StatusGatewayTimeout, 499, 522: // nginx's and Cloudflare's ways to say 408 and 504
 			return true
 		}
@@ -47,7 +48,9 @@ func passing(err error) bool {
 	if errors.Is(err, errEarly) {
 		return true
 	}
-	for _, lasting := range []error{fault.ErrDenied, fault.ErrCorrupt, syscall.ECONNREFUSED, syscall.ENOSPC, http.ErrSchemeMismatch} {
+	for _, lasting := range []error{
+		fault.ErrDenied, fault.ErrCorrupt, syscall.ECONNREFUSED, syscall.ENOSPC, http.ErrSchemeMismatch,
+	} {
 		if errors.Is(err, lasting) {
 			return false
 		}
@@ -98,14 +101,16 @@ func (c *Client) Explain(err error) error {
 			}
 			return hint(text, fmt.Errorf("%s: %w: %s", host, fault.ErrBusy, said))
 		case t.StatusCode >= 500:
-			return hint("The registry is in trouble; try again later.", fmt.Errorf("%s: %w: %s", host, fault.ErrBusy, said))
+			return hint("The registry is in trouble; try again later.",
+				fmt.Errorf("%s: %w: %s", host, fault.ErrBusy, said))
 		}
 		return fmt.Errorf("%s: %s", host, said)
 	}
 	if errors.Is(err, errPlain) || errors.Is(err, http.ErrSchemeMismatch) {
 		return hint(c.opts.Advice.Plain, fmt.Errorf("%s: %w", host, err))
 	}
-	ours := errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, fault.ErrDenied)
+	ours := errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, fault.ErrDenied)
 	if errors.Is(err, errStalled) || errors.As(err, new(net.Error)) && !ours {
 		return hint("Is the registry up, and reachable from here? HTTPS_PROXY names a proxy, if there is one.", err)
 	}

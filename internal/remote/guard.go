@@ -187,7 +187,10 @@ func distanceOf(ip netip.Addr) distance {
 
 var (
 	// metadata are addresses of clouds' metadata that are not link-local.
-	metadata = []netip.Addr{netip.MustParseAddr("100.100.100.200"), netip.MustParseAddr("168.63.129.16"), netip.MustParseAddr("192.0.0.192"), netip.MustParseAddr("fd00:ec2::254")}
+	metadata = []netip.Addr{
+		netip.MustParseAddr("100.100.100.200"), netip.MustParseAddr("168.63.129.16"),
+		netip.MustParseAddr("192.0.0.192"), netip.MustParseAddr("fd00:ec2::254"),
+	}
 	// shared are the addresses behind providers' NAT.
 	shared = netip.MustParsePrefix("100.64.0.0/10")
 	nat64  = netip.MustParsePrefix("64:ff9b::/96")

@@ -49,7 +49,9 @@ func TestGuard(t *testing.T) {
 		{"localhost", "https://169.254.169.254/", false, "sends us"},
 	} {
 		tr := Transport()
-		g := newGuard(c.home, tr, Options{Plain: c.plain, Elsewhere: func(string) (http.RoundTripper, bool) { return tr, false }})
+		g := newGuard(c.home, tr, Options{Plain: c.plain, Elsewhere: func(string) (http.RoundTripper, bool) {
+			return tr, false
+		}})
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		req, err := http.NewRequestWithContext(ctx, http.MethodGet, c.to, nil)
@@ -57,7 +59,8 @@ func TestGuard(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err = g.RoundTrip(req)
-		if passed := errors.Is(err, context.Canceled); passed != (c.want == "") || !passed && (!errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), c.want)) {
+		if passed := errors.Is(err, context.Canceled); passed != (c.want == "") ||
+			!passed && (!errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), c.want)) {
 			t.Errorf("%s to %s (plain %v): %v", c.home, c.to, c.plain, err)
 		}
 	}
@@ -78,7 +81,10 @@ func TestConnectionIsHeld(t *testing.T) {
 	for _, c := range []struct {
 		bound bound
 		ok    bool
-	}{{bound{"localhost", public}, false}, {bound{"localhost", private}, false}, {bound{"localhost", here}, true}, {bound{"other.example", public}, true}} {
+	}{
+		{bound{"localhost", public}, false}, {bound{"localhost", private}, false}, {bound{"localhost", here}, true},
+		{bound{"other.example", public}, true},
+	} {
 		conn, err := dial(context.WithValue(t.Context(), bound{}, c.bound), "tcp4", "localhost:"+port)
 		if (err == nil) != c.ok || err != nil && !errors.Is(err, fault.ErrDenied) {
 			t.Errorf("%+v: %v", c.bound, err)
@@ -87,7 +93,8 @@ func TestConnectionIsHeld(t *testing.T) {
 			conn.Close()
 		}
 	}
-	req, err := http.NewRequestWithContext(context.WithValue(t.Context(), bound{}, bound{"localhost", public}), http.MethodGet, "http://localhost:"+port+"/", nil)
+	req, err := http.NewRequestWithContext(context.WithValue(t.Context(), bound{}, bound{"localhost", public}),
+		http.MethodGet, "http://localhost:"+port+"/", nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -101,7 +101,8 @@ func handlers(tree map[string]any) ([]string, error) {
 	if version < 2 {
 		hint = "`containerd config dump` (from 2.0 on also `containerd config migrate`) prints it as a newer version."
 	}
-	return nil, &fault.Error{Hint: hint, Err: fmt.Errorf("the configuration is of version %d, known are 2 and 3: %w", version, fault.ErrUnsupported)}
+	return nil, &fault.Error{Hint: hint, Err: fmt.Errorf("the configuration is of version %d, known are 2 and 3: %w",
+		version, fault.ErrUnsupported)}
 }
 
 // addHandler registers a runtime handler in the text of a config.toml.
@@ -144,7 +145,8 @@ func addHandler(doc []byte, name, path string) ([]byte, error) {
 		} else if !ok {
 			return nil, &fault.Error{
 				Hint: "Change it by hand, or register agentbox's under another name with --name.",
-				Err:  fmt.Errorf("%s is there already, for something else: %w", strings.Join(own, "."), fault.ErrExists),
+				Err: fmt.Errorf("%s is there already, for something else: %w",
+					strings.Join(own, "."), fault.ErrExists),
 			}
 		}
 	}
@@ -158,7 +160,8 @@ func addHandler(doc []byte, name, path string) ([]byte, error) {
 	if there, _ := lookup(tree, own...); !handlerIs(there, path) {
 		return nil, &fault.Error{
 			Hint: "Change it by hand, or register agentbox's under another name with --name.",
-			Err:  fmt.Errorf("%s is there already, for another kind of runtime: %w", strings.Join(own, "."), fault.ErrExists),
+			Err: fmt.Errorf("%s is there already, for another kind of runtime: %w",
+				strings.Join(own, "."), fault.ErrExists),
 		}
 	}
 	return out, nil
@@ -195,7 +198,8 @@ func removeBlock(doc []byte, tree map[string]any, engine, name string, own []str
 		if _, there := lookup(tree, own...); there {
 			return nil, &fault.Error{
 				Hint: "Take it out by hand.",
-				Err:  fmt.Errorf("%s is there, but setup did not put it there: %w", strings.Join(own, "."), fault.ErrState),
+				Err: fmt.Errorf("%s is there, but setup did not put it there: %w",
+					strings.Join(own, "."), fault.ErrState),
 			}
 		}
 		return doc, nil
@@ -223,5 +227,6 @@ func validateContainerd(ctx context.Context, path string) (known bool, err error
 	case errors.Is(err, exec.ErrNotFound):
 		return false, nil
 	}
-	return true, fmt.Errorf("containerd does not accept it: %s: %w", lastLine([]byte(stderr.String())), fault.ErrInvalid)
+	return true, fmt.Errorf("containerd does not accept it: %s: %w",
+		lastLine([]byte(stderr.String())), fault.ErrInvalid)
 }

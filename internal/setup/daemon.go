@@ -190,7 +190,8 @@ func findDaemon(ctx context.Context, opts DockerOptions, conf daemonConfig) (*da
 	if other := peer(d.host); other > 1 && other != d.pid {
 		return nil, &fault.Error{
 			Hint: "Name the daemon's socket with --host or its pid file with --pidfile.",
-			Err:  fmt.Errorf("the dockerd of %s is process %d, but %s is served by process %d: %w", d.config(), d.pid, d.host, other, fault.ErrInvalid),
+			Err: fmt.Errorf("the dockerd of %s is process %d, but %s is served by process %d: %w", d.config(), d.pid,
+				d.host, other, fault.ErrInvalid),
 		}
 	}
 	return d, nil
@@ -220,7 +221,8 @@ func dockerHost(host string) (string, bool, error) {
 	if !strings.HasPrefix(host, "unix://") {
 		return "", false, &fault.Error{
 			Hint: "Run agentbox on that machine, or name a socket of this one: --host " + defaultHost + ".",
-			Err:  fmt.Errorf("%s is %q: a daemon is set up on its own machine, through a unix socket: %w", from, host, fault.ErrUnsupported),
+			Err: fmt.Errorf("%s is %q: a daemon is set up on its own machine, through a unix socket: %w", from,
+				host, fault.ErrUnsupported),
 		}
 	}
 	return host, true, nil
@@ -285,7 +287,8 @@ func (d *daemon) reload(ctx context.Context) error {
 }
 
 func (d *daemon) client() (*client.Client, error) {
-	return client.NewClientWithOpts(client.WithHost(d.host), client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider()))
+	return client.NewClientWithOpts(client.WithHost(d.host), client.WithAPIVersionNegotiation(),
+		client.WithTraceProvider(noop.NewTracerProvider()))
 }
 
 // registered is what the daemon says of its runtimes.

@@ -117,7 +117,8 @@ func (s *dockerSetup) checkDaemon() error {
 		return nil
 	}
 	if !d.reads(s.file.path) {
-		err := fmt.Errorf("the running dockerd (process %d) reads %s, not %s: %w", d.pid, d.config(), s.file.path, fault.ErrInvalid)
+		err := fmt.Errorf("the running dockerd (process %d) reads %s, not %s: %w", d.pid, d.config(),
+			s.file.path, fault.ErrInvalid)
 		if s.Pidfile != "" || s.Config == DockerConfig {
 			return &fault.Error{Hint: "Name its configuration with --config " + d.config() + ".", Err: err}
 		}
@@ -152,7 +153,8 @@ func (s *dockerSetup) planRemove(ctx context.Context) error {
 	if filepath.Base(entry.Path) != wrapperName && !s.Force {
 		return &fault.Error{
 			Hint: "Use --force to remove it all the same.",
-			Err:  fmt.Errorf("the runtime %q is %q, which setup did not put there: %w", s.Name, entry.Path, fault.ErrState),
+			Err: fmt.Errorf("the runtime %q is %q, which setup did not put there: %w", s.Name,
+				entry.Path, fault.ErrState),
 		}
 	}
 	if s.daemon != nil && !s.Force {

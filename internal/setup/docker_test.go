@@ -58,7 +58,8 @@ func (d *realDockerd) start() {
 	}
 	d.log = log
 	// dockerd 20.10 writes a key to /etc/docker whatever it is told.
-	d.cmd = exec.Command("sh", "-c", `mount -t tmpfs none /etc/docker && exec dockerd "$@"`, "sh", "--config-file", d.config, "--data-root", d.dir+"/data", "--exec-root", d.dir+"/exec",
+	d.cmd = exec.Command("sh", "-c", `mount -t tmpfs none /etc/docker && exec dockerd "$@"`, "sh", "--config-file",
+		d.config, "--data-root", d.dir+"/data", "--exec-root", d.dir+"/exec",
 		"--pidfile", d.dir+"/pid", "-H", d.host, "--bridge", "none", "--iptables=false", "--ip6tables=false")
 	d.cmd.Stdout, d.cmd.Stderr = log, log
 	d.cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS}
@@ -120,7 +121,9 @@ func (d *realDockerd) read() string {
 }
 
 func (d *realDockerd) options() DockerOptions {
-	return DockerOptions{Options: Options{Runtime: wrapper(d.t), Config: d.config}, Pidfile: d.dir + "/pid", NoPlugin: true}
+	return DockerOptions{
+		Options: Options{Runtime: wrapper(d.t), Config: d.config}, Pidfile: d.dir + "/pid", NoPlugin: true,
+	}
 }
 
 // busyboxTar is a root filesystem with the busybox that is installed here.
@@ -154,7 +157,8 @@ func wrapper(t *testing.T) string {
 	t.Helper()
 	if builtWrapper == "" {
 		path := filepath.Join(testDir, "agentbox-runtime")
-		if out, err := exec.Command("go", "build", "-o", path, "../../cmd/agentbox-runtime").CombinedOutput(); err != nil {
+		if out, err := exec.Command("go", "build", "-o", path,
+			"../../cmd/agentbox-runtime").CombinedOutput(); err != nil {
 			t.Fatalf("build agentbox-runtime: %v\n%s", err, out)
 		}
 		builtWrapper = path
@@ -206,7 +210,8 @@ func TestDocker(t *testing.T) {
 	if data, _ := os.ReadFile(r.Backup); string(data) != before {
 		t.Errorf("backup: %s", data)
 	}
-	if got := d.docker("run", "--rm", "--runtime", "agentbox", "--network", "none", "bb", "echo", "hello"); got != "hello" {
+	if got := d.docker("run", "--rm", "--runtime", "agentbox", "--network", "none", "bb", "echo",
+		"hello"); got != "hello" {
 		t.Errorf("docker run: %s", got)
 	}
 
@@ -221,7 +226,8 @@ func TestDocker(t *testing.T) {
 		t.Errorf("in use: %v", err)
 	}
 	d.docker("rm", "user")
-	if r, err = Docker(ctx, opts); err != nil || !r.Changed || r.Verified || !strings.Contains(strings.Join(r.Notes, "\n"), "when it is next restarted") {
+	if r, err = Docker(ctx, opts); err != nil || !r.Changed || r.Verified ||
+		!strings.Contains(strings.Join(r.Notes, "\n"), "when it is next restarted") {
 		t.Errorf("remove: %+v, %v", r, err)
 	}
 	if d.read() != before {
@@ -300,7 +306,8 @@ func TestDockerRefuses(t *testing.T) {
 	// Another file than the daemon's, and another process than the daemon.
 	opts = d.options()
 	opts.Config = filepath.Join(d.dir, "other.json")
-	if _, err := Docker(ctx, opts); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(strings.Join(fault.Hint(err), ""), d.config) {
+	if _, err := Docker(ctx, opts); !errors.Is(err, fault.ErrInvalid) ||
+		!strings.Contains(strings.Join(fault.Hint(err), ""), d.config) {
 		t.Errorf("another file: %v", err)
 	}
 	if err := os.WriteFile(d.dir+"/pid", []byte(strconv.Itoa(os.Getpid())), 0o600); err != nil {
@@ -315,7 +322,8 @@ func TestDockerRefuses(t *testing.T) {
 	if err := os.WriteFile(d.config, []byte(`{"pidfile": "/nonexistent/pid"}`), 0o640); err != nil {
 		t.Fatal(err)
 	}
-	if found, err := findDaemon(ctx, opts, daemonConfig{Pidfile: "/nonexistent/pid"}); err != nil || found == nil || found.pid != d.cmd.Process.Pid {
+	if found, err := findDaemon(ctx, opts, daemonConfig{Pidfile: "/nonexistent/pid"}); err != nil || found == nil ||
+		found.pid != d.cmd.Process.Pid {
 		t.Errorf("by its socket: %+v, %v", found, err)
 	}
 }
@@ -479,13 +487,16 @@ func TestDockerBadInput(t *testing.T) {
 
 func TestParseFlags(t *testing.T) {
 	f := parseFlags(strings.Fields("--config-file /a -H unix:///s --host=tcp://x -Hfd:// --add-runtime x=/y --default-runtime=x"))
-	if f.configFile != "/a" || strings.Join(f.hosts, " ") != "unix:///s tcp://x fd://" || !f.addRuntime || !f.defaultRuntime {
+	if f.configFile != "/a" || strings.Join(f.hosts, " ") != "unix:///s tcp://x fd://" ||
+		!f.addRuntime || !f.defaultRuntime {
 		t.Errorf("%+v", f)
 	}
 	if f := parseFlags([]string{"--debug"}); f.addRuntime || f.defaultRuntime || f.configFile != "" {
 		t.Errorf("%+v", f)
 	}
-	s := dockerSetup{daemon: &daemon{pid: 1, flags: daemonFlags{configFile: "/a", addRuntime: true}}, file: file{path: "/a"}}
+	s := dockerSetup{
+		daemon: &daemon{pid: 1, flags: daemonFlags{configFile: "/a", addRuntime: true}}, file: file{path: "/a"},
+	}
 	if err := s.checkDaemon(); !errors.Is(err, fault.ErrState) {
 		t.Errorf("--add-runtime: %v", err)
 	}

@@ -28,7 +28,8 @@ func TestContainerd(t *testing.T) {
 	}
 	opts.DryRun = false
 	r, err := Containerd(ctx, opts)
-	if err != nil || !r.Changed || !strings.Contains(fmt.Sprint(r.Notes), "--runc-binary") || !strings.Contains(fmt.Sprint(r.Notes), "systemctl restart containerd") {
+	if err != nil || !r.Changed || !strings.Contains(fmt.Sprint(r.Notes), "--runc-binary") ||
+		!strings.Contains(fmt.Sprint(r.Notes), "systemctl restart containerd") {
 		t.Fatalf("%+v, %v", r, err)
 	}
 	// containerd itself finds the handler.
@@ -40,7 +41,8 @@ func TestContainerd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if there, _ := lookup(tree, append(append([]string{}, criTables[2]...), "agentbox")...); !handlerIs(there, opts.Runtime) {
+	if there, _ := lookup(tree, append(append([]string{}, criTables[2]...),
+		"agentbox")...); !handlerIs(there, opts.Runtime) {
 		t.Errorf("%v", there)
 	}
 	if r, err := Containerd(ctx, opts); err != nil || r.Changed {
@@ -101,8 +103,9 @@ func TestPodman(t *testing.T) {
 	before := fmt.Sprintf("[engine]\ncgroup_manager = \"cgroupfs\"\nevents_logger = \"file\"\ntmp_dir = %q\nstatic_dir = %q\nvolume_path = %q\n",
 		dir+"/tmp", dir+"/static", dir+"/volumes")
 	for path, text := range map[string]string{
-		storage: fmt.Sprintf("[storage]\ndriver = \"overlay\"\ngraphroot = %q\nrunroot = %q\n", dir+"/root", dir+"/run"),
-		config:  before,
+		storage: fmt.Sprintf("[storage]\ndriver = \"overlay\"\ngraphroot = %q\nrunroot = %q\n",
+			dir+"/root", dir+"/run"),
+		config: before,
 	} {
 		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
 			t.Fatal(err)

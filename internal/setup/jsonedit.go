@@ -249,7 +249,8 @@ func (d *document) addRuntime(name, path string) error {
 	} else if t >= 0 {
 		return &fault.Error{
 			Hint: "Register agentbox's under another name with --name.",
-			Err:  fmt.Errorf("the runtime %q is there with a runtimeType, which excludes a path: %w", name, fault.ErrExists),
+			Err: fmt.Errorf("the runtime %q is there with a runtimeType, which excludes a path: %w",
+				name, fault.ErrExists),
 		}
 	}
 	return d.set(one, keyPath, path)
@@ -348,7 +349,9 @@ func readDaemonConfig(doc []byte) (c daemonConfig, err error) {
 	if err := json.Unmarshal(doc, &c.present); err != nil {
 		return c, fmt.Errorf("%v: %w", err, fault.ErrInvalid)
 	}
-	for key, to := range map[string]any{keyRuntimes: &c.Runtimes, keyDefaultRuntime: &c.DefaultRuntime, "pidfile": &c.Pidfile, "hosts": &c.Hosts} {
+	for key, to := range map[string]any{
+		keyRuntimes: &c.Runtimes, keyDefaultRuntime: &c.DefaultRuntime, "pidfile": &c.Pidfile, "hosts": &c.Hosts,
+	} {
 		raw, ok := c.present[key]
 		if !ok {
 			continue

@@ -34,7 +34,8 @@ func TestAddRuntime(t *testing.T) {
     }
   }
 }`},
-		{name: "order and indentation are kept", in: "{\n    \"debug\": true,\n    \"bip\": \"10.0.0.1/24\"\n}\n", out: `{
+		{name: "order and indentation are kept",
+			in: "{\n    \"debug\": true,\n    \"bip\": \"10.0.0.1/24\"\n}\n", out: `{
     "debug": true,
     "bip": "10.0.0.1/24",
     "runtimes": {
@@ -68,13 +69,29 @@ func TestAddRuntime(t *testing.T) {
 }`},
 		{name: "another path", in: `{"runtimes":{"agentbox":{"runtimeArgs":["--x"],"path":"/old","n":1.50}}}`,
 			out: `{"runtimes":{"agentbox":{"runtimeArgs":["--x"],"path":"/p","n":1.50}}}`},
-		{name: "there already", in: `{"runtimes":{ "agentbox":{"path":"\/p"}}}`, out: `{"runtimes":{ "agentbox":{"path":"\/p"}}}`},
+		{
+			name: "there already", in: `{"runtimes":{ "agentbox":{"path":"\/p"}}}`,
+			out: `{"runtimes":{ "agentbox":{"path":"\/p"}}}`,
+		},
 		{name: "no path", in: `{"runtimes":{"agentbox":{}}}`, out: `{"runtimes":{"agentbox":{"path": "/p"}}}`},
 		{name: "null", in: `{"runtimes": null}`, out: `{"runtimes": {"agentbox": {"path": "/p"}}}`},
-		{name: "empty", in: "{\n  \"runtimes\": {}\n}", out: "{\n  \"runtimes\": {\n    \"agentbox\": {\n      \"path\": \"/p\"\n    }\n  }\n}"},
-		{name: "escaped key", in: `{"runtime\u0073": {"a": {"path": "x"}}}`, out: `{"runtime\u0073": {"a": {"path": "x"}, "agentbox": {"path": "/p"}}}`},
-		{name: "default", in: `{"debug": true}`, out: `{"debug": true, "runtimes": {"agentbox": {"path": "/p"}}, "default-runtime": "agentbox"}`, makeDefault: true},
-		{name: "another default", in: `{"default-runtime":"runc"}`, out: `{"default-runtime":"agentbox", "runtimes": {"agentbox": {"path": "/p"}}}`, makeDefault: true},
+		{
+			name: "empty", in: "{\n  \"runtimes\": {}\n}",
+			out: "{\n  \"runtimes\": {\n    \"agentbox\": {\n      \"path\": \"/p\"\n    }\n  }\n}",
+		},
+		{
+			name: "escaped key", in: `{"runtime\u0073": {"a": {"path": "x"}}}`,
+			out: `{"runtime\u0073": {"a": {"path": "x"}, "agentbox": {"path": "/p"}}}`,
+		},
+		{
+			name: "default", in: `{"debug": true}`,
+			out:         `{"debug": true, "runtimes": {"agentbox": {"path": "/p"}}, "default-runtime": "agentbox"}`,
+			makeDefault: true,
+		},
+		{
+			name: "another default", in: `{"default-runtime":"runc"}`,
+			out: `{"default-runtime":"agentbox", "runtimes": {"agentbox": {"path": "/p"}}}`, makeDefault: true,
+		},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			got, err := addRuntime([]byte(tt.in), "agentbox", "/p", tt.makeDefault)
@@ -121,8 +138,14 @@ func TestRemoveRuntime(t *testing.T) {
 		{`{"debug":true, "runtimes": {"agentbox": {"path": "/p"}}}`, `{"debug":true}`},
 		{`{"runtimes": {"agentbox": {"path": "/p"}}, "debug":true}`, `{"debug":true}`},
 		{`{"runtimes": {"agentbox": {"path": "/p"}}}`, `{}`},
-		{`{"runtimes": {"agentbox": {"path": "/p"}, "x": {}}, "default-runtime": "agentbox"}`, `{"runtimes": {"x": {}}}`},
-		{`{"runtimes": {"a": {}, "agentbox": {"path": "/p"}, "x": {}}, "default-runtime": "a"}`, `{"runtimes": {"a": {}, "x": {}}, "default-runtime": "a"}`},
+		{
+			`{"runtimes": {"agentbox": {"path": "/p"}, "x": {}}, "default-runtime": "agentbox"}`,
+			`{"runtimes": {"x": {}}}`,
+		},
+		{
+			`{"runtimes": {"a": {}, "agentbox": {"path": "/p"}, "x": {}}, "default-runtime": "a"}`,
+			`{"runtimes": {"a": {}, "x": {}}, "default-runtime": "a"}`,
+		},
 		{`{"runtimes": {"x": {}}}`, `{"runtimes": {"x": {}}}`},
 		{"{}", "{}"},
 	} {
@@ -229,7 +252,10 @@ func TestAddAndRemoveProperty(t *testing.T) {
 }
 
 func FuzzDaemonJSON(f *testing.F) {
-	for _, s := range []string{"", "{}", `{"runtimes": {"agentbox": {"path": "x"}}}`, "{\n\t\"a\": [1, {\"b\": \"\\\"}\"}]\n}", `{"runtimes":null}`, `{"a":1,"a":2}`} {
+	for _, s := range []string{
+		"", "{}", `{"runtimes": {"agentbox": {"path": "x"}}}`, "{\n\t\"a\": [1, {\"b\": \"\\\"}\"}]\n}",
+		`{"runtimes":null}`, `{"a":1,"a":2}`,
+	} {
 		f.Add([]byte(s))
 	}
 	f.Fuzz(func(t *testing.T, doc []byte) {

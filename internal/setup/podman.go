@@ -66,7 +66,8 @@ func Podman(ctx context.Context, opts Options) (Result, error) {
 		r.note("podman is not installed here and was not asked")
 	case err != nil || path != opts.Runtime:
 		if err == nil {
-			err = fmt.Errorf("podman says that %s is %s: another configuration file says so: %w", opts.Name, path, fault.ErrState)
+			err = fmt.Errorf("podman says that %s is %s: another configuration file says so: %w",
+				opts.Name, path, fault.ErrState)
 		}
 		if r.Changed {
 			return r, edit.putBack(err)
@@ -199,7 +200,8 @@ func (p podman) users(ctx context.Context) (names []string, err error) {
 	if err != nil || len(strings.Fields(string(ids))) == 0 {
 		return nil, err
 	}
-	out, err := p.run(ctx, append([]string{"inspect", "--type", "container", "--format", "{{.OCIRuntime}} {{.Name}}"}, strings.Fields(string(ids))...)...)
+	out, err := p.run(ctx, append([]string{"inspect", "--type", "container", "--format", "{{.OCIRuntime}} {{.Name}}"},
+		strings.Fields(string(ids))...)...)
 	if err != nil {
 		return nil, err
 	}

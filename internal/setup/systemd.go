@@ -48,7 +48,8 @@ type SystemdResult struct {
 	Removed bool          `json:"removed"` // it was asked to remove
 	Told    bool          `json:"told"`    // systemd did what follows from it
 	Notes   []string      `json:"notes"`
-	Others  bool          `json:"others"` // units of the same names, such as a package's, serve now that setup's are removed
+	// units of the same names, such as a package's, serve now that setup's are removed
+	Others bool `json:"others"`
 }
 
 // SystemdFile is one file of it.
@@ -65,7 +66,9 @@ func Systemd(ctx context.Context, opts SystemdOptions) (SystemdResult, error) {
 	if opts.Now == nil {
 		opts.Now = time.Now
 	}
-	s := systemdSetup{SystemdOptions: opts, result: SystemdResult{DryRun: opts.DryRun, Removed: opts.Remove, Files: []SystemdFile{}, Notes: []string{}}}
+	s := systemdSetup{SystemdOptions: opts, result: SystemdResult{
+		DryRun: opts.DryRun, Removed: opts.Remove, Files: []SystemdFile{}, Notes: []string{},
+	}}
 	if !opts.Remove {
 		if err := s.checkProgram(); err != nil {
 			return s.result, err
@@ -217,9 +220,12 @@ func (s *systemdSetup) verify(ctx context.Context) (err error) {
 		return nil
 	}
 	// A warning about some other unit that these name is not ours to heed.
-	about := slices.DeleteFunc(strings.Split(string(out), "\n"), func(line string) bool { return !strings.Contains(line, dir) })
+	about := slices.DeleteFunc(strings.Split(string(out), "\n"), func(line string) bool {
+		return !strings.Contains(line, dir)
+	})
 	if err != nil && ctx.Err() == nil || len(about) > 0 {
-		return fmt.Errorf("systemd does not take the units: %w: %s", fault.ErrUnsupported, strings.TrimSpace(string(out)))
+		return fmt.Errorf("systemd does not take the units: %w: %s", fault.ErrUnsupported,
+			strings.TrimSpace(string(out)))
 	}
 	return ctx.Err()
 }
@@ -329,7 +335,8 @@ func (s *systemdSetup) handOver(ctx context.Context) error {
 		if err := s.run(ctx, "systemctl", append([]string{verb}, names...)...); err != nil {
 			var f *fault.Error
 			if errors.As(err, &f) {
-				f.Hint = "Setup's units are removed. Mend it, and call 'systemctl enable --now " + strings.Join(names, " ") + "'."
+				f.Hint = "Setup's units are removed. Mend it, and call 'systemctl enable --now " +
+					strings.Join(names, " ") + "'."
 			}
 			return err
 		}

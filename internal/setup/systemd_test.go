@@ -26,7 +26,8 @@ func TestSystemd(t *testing.T) {
 		return r
 	}
 	r := set(true)
-	if f := r.Files[3]; f.Path != filepath.Join(dest, "etc/systemd/system/agentbox.service") || !strings.Contains(f.Diff, "+ExecStart=/opt/agentbox-1.2/bin/agentbox serve\n") {
+	if f := r.Files[3]; f.Path != filepath.Join(dest, "etc/systemd/system/agentbox.service") ||
+		!strings.Contains(f.Diff, "+ExecStart=/opt/agentbox-1.2/bin/agentbox serve\n") {
 		t.Errorf("%+v", f)
 	}
 	if _, err := os.Stat(filepath.Join(dest, "etc")); !errors.Is(err, fs.ErrNotExist) {
@@ -39,11 +40,13 @@ func TestSystemd(t *testing.T) {
 	// Another program, in the same place; what agentbox has made needs no backup.
 	opts.Program = "/usr/local/bin/agentbox"
 	r = set(true)
-	if f := r.Files[3]; r.Files[0].Changed || r.Files[1].Changed || r.Files[2].Changed || f.Backup != "" || !strings.Contains(f.Diff, "-ExecStart=/opt/") {
+	if f := r.Files[3]; r.Files[0].Changed || r.Files[1].Changed || r.Files[2].Changed || f.Backup != "" ||
+		!strings.Contains(f.Diff, "-ExecStart=/opt/") {
 		t.Errorf("%+v", r.Files)
 	}
 	data, err := os.ReadFile(r.Files[3].Path)
-	if err != nil || strings.Count(string(data), "ExecStart=") != 1 || !strings.Contains(string(data), "\nExecStart=/usr/local/bin/agentbox serve\n") {
+	if err != nil || strings.Count(string(data), "ExecStart=") != 1 ||
+		!strings.Contains(string(data), "\nExecStart=/usr/local/bin/agentbox serve\n") {
 		t.Errorf("%v: %s", err, data)
 	}
 
@@ -69,14 +72,17 @@ func TestSystemd(t *testing.T) {
 	set(true)
 	// The program may be any, and nothing else.
 	for line, want := range map[string]bool{
-		"ExecStart=/usr/bin/agentbox serve\n": true, "ExecStart=/x serve\n": true, "ExecStart=/x --root /y serve\n": false,
-		"ExecStart=/x serve --prune 0\n": false, "ExecStart=/x serve\nExecStop=/y serve\n": false, "ExecStart=x serve\n": false, "": false,
+		"ExecStart=/usr/bin/agentbox serve\n": true, "ExecStart=/x serve\n": true,
+		"ExecStart=/x --root /y serve\n": false,
+		"ExecStart=/x serve --prune 0\n": false, "ExecStart=/x serve\nExecStop=/y serve\n": false,
+		"ExecStart=x serve\n": false, "": false,
 	} {
 		text, err := systemd.Files.ReadFile("agentbox.service")
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := isOurs(text, bytes.Replace(text, []byte("ExecStart=/usr/bin/agentbox serve\n"), []byte(line), 1)); got != want {
+		if got := isOurs(text, bytes.Replace(text, []byte("ExecStart=/usr/bin/agentbox serve\n"),
+			[]byte(line), 1)); got != want {
 			t.Errorf("with %q it is ours: %v", line, got)
 		}
 	}
@@ -112,7 +118,9 @@ func TestSystemd(t *testing.T) {
 			t.Errorf("%q: %+v, %v", p, r, err)
 		}
 	}
-	if r, err := Systemd(t.Context(), SystemdOptions{Program: filepath.Join(dest, "nope"), DryRun: true}); !errors.Is(err, fs.ErrNotExist) {
+	if r, err := Systemd(t.Context(), SystemdOptions{
+		Program: filepath.Join(dest, "nope"), DryRun: true,
+	}); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("%+v, %v", r, err)
 	}
 }
@@ -125,15 +133,25 @@ func TestSystemdRemoved(t *testing.T) {
 		want   string
 		others bool
 	}{
-		"all":                {[]string{"agentbox.socket", "agentbox.service"}, "", "disable --now agentbox.socket agentbox.service\ndaemon-reload\n", false},
-		"beside a package":   {[]string{"agentbox.socket", "agentbox.service"}, "/usr/lib/systemd/system/$5", "disable --now agentbox.socket agentbox.service\ndaemon-reload\nenable agentbox.socket agentbox.service\nstart agentbox.socket agentbox.service\n", true},
-		"one of them":        {[]string{"agentbox.service"}, "/usr/lib/systemd/system/$5", "disable --now agentbox.service\ndaemon-reload\nenable agentbox.socket agentbox.service\nstart agentbox.socket agentbox.service\n", true},
+		"all": {
+			[]string{"agentbox.socket", "agentbox.service"}, "",
+			"disable --now agentbox.socket agentbox.service\ndaemon-reload\n", false,
+		},
+		"beside a package": {
+			[]string{"agentbox.socket", "agentbox.service"}, "/usr/lib/systemd/system/$5",
+			"disable --now agentbox.socket agentbox.service\ndaemon-reload\nenable agentbox.socket agentbox.service\nstart agentbox.socket agentbox.service\n", true,
+		},
+		"one of them": {
+			[]string{"agentbox.service"}, "/usr/lib/systemd/system/$5",
+			"disable --now agentbox.service\ndaemon-reload\nenable agentbox.socket agentbox.service\nstart agentbox.socket agentbox.service\n", true,
+		},
 		"only the package's": {nil, "/usr/lib/systemd/system/$5", "daemon-reload\n", false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			said := filepath.Join(dir, "said")
-			script := "#!/bin/sh\nif [ \"$1\" = show ]; then echo \"" + c.show + "\"; else echo \"$*\" >>" + said + "; fi\n"
+			script := "#!/bin/sh\nif [ \"$1\" = show ]; then echo \"" + c.show +
+				"\"; else echo \"$*\" >>" + said + "; fi\n"
 			if err := os.WriteFile(filepath.Join(dir, "systemctl"), []byte(script), 0o700); err != nil {
 				t.Fatal(err)
 			}
@@ -141,14 +159,16 @@ func TestSystemdRemoved(t *testing.T) {
 			s := systemdSetup{SystemdOptions: SystemdOptions{Dest: dir, Remove: true}}
 			for _, name := range c.have {
 				path := filepath.Join(dir, "etc/systemd/system", name)
-				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(systemdMark), 0o644)); err != nil {
+				if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755),
+					os.WriteFile(path, []byte(systemdMark), 0o644)); err != nil {
 					t.Fatal(err)
 				}
 			}
 			if err := errors.Join(s.read(), s.disable(t.Context()), s.tell(t.Context())); err != nil {
 				t.Fatal(err)
 			}
-			if got, err := os.ReadFile(said); err != nil || string(got) != c.want || s.result.Others != c.others || (len(s.result.Notes) > 0) != c.others {
+			if got, err := os.ReadFile(said); err != nil || string(got) != c.want || s.result.Others != c.others ||
+				(len(s.result.Notes) > 0) != c.others {
 				t.Errorf("%v: %q, want %q; %+v", err, got, c.want, s.result)
 			}
 		})
@@ -176,7 +196,10 @@ func TestSystemdVerify(t *testing.T) {
 	if err := verify(func(*systemdSetup) {}); err != nil {
 		t.Error(err)
 	}
-	for _, wrong := range [][2]string{{"KillMode=process", "KillMode=nonsense"}, {"ExecStart=/bin/true", "ExecStart=/nope/agentbox"}, {"Watchdog", "Watchdoc"}, {"Type=notify", "Type=socket"}} {
+	for _, wrong := range [][2]string{
+		{"KillMode=process", "KillMode=nonsense"}, {"ExecStart=/bin/true", "ExecStart=/nope/agentbox"},
+		{"Watchdog", "Watchdoc"}, {"Type=notify", "Type=socket"},
+	} {
 		err := verify(func(s *systemdSetup) {
 			i := len(s.texts) - 1
 			text := strings.Replace(string(s.texts[i]), wrong[0], wrong[1], 1)

@@ -21,7 +21,8 @@ import (
 // prove.
 
 func beginMark(engine, name string) string {
-	return fmt.Sprintf("# agentbox setup %s, runtime %s: begin (`agentbox setup %s --remove` takes this out)", engine, name, engine)
+	return fmt.Sprintf("# agentbox setup %s, runtime %s: begin (`agentbox setup %s --remove` takes this out)", engine,
+		name, engine)
 }
 
 func endMark(engine, name string) string {
@@ -180,7 +181,8 @@ func cutBlock(doc []byte, engine, name string) ([]byte, bool) {
 	if !ok {
 		return doc, false
 	}
-	if before := strings.TrimSuffix(strings.TrimSuffix(string(doc[:from]), "\n"), "\r"); to == len(doc) && (before == "" || strings.HasSuffix(before, "\n")) {
+	if before := strings.TrimSuffix(strings.TrimSuffix(string(doc[:from]), "\n"), "\r"); to == len(doc) &&
+		(before == "" || strings.HasSuffix(before, "\n")) {
 		from = len(before)
 	}
 	return splice(doc, from, to, ""), true

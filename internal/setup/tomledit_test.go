@@ -15,7 +15,8 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
-const handlerV2 = `# agentbox setup containerd, runtime agentbox: begin (` + "`agentbox setup containerd --remove`" + ` takes this out)
+const handlerV2 = `# agentbox setup containerd, runtime agentbox: begin (` +
+	"`agentbox setup containerd --remove`" + ` takes this out)
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.agentbox]
   runtime_type = "io.containerd.runc.v2"
   [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.agentbox.options]
@@ -41,7 +42,10 @@ func TestAddHandler(t *testing.T) {
 		{"version 2", "version = 2\nroot = '/x' # mine", "version = 2\nroot = '/x' # mine\n\n" + handlerV2},
 		{"version 3", "version = 3\n", "version = 3\n\n" + v3},
 		{"kubelet with systemd", kube, kube + "\n" + systemd},
-		{"another path of ours", "version = 2\n\n" + strings.ReplaceAll(handlerV2, "/p", "/old"), "version = 2\n\n" + handlerV2},
+		{
+			"another path of ours", "version = 2\n\n" + strings.ReplaceAll(handlerV2, "/p", "/old"),
+			"version = 2\n\n" + handlerV2,
+		},
 		{"there", "version = 2\n" + handlerV2 + "\n[debug]\n", "version = 2\n" + handlerV2 + "\n[debug]\n"},
 		{"by hand", byHand, strings.Replace(byHand, "'/old'", `"/p"`, 1)},
 		{"Windows' lines", "version = 2\r\n", "version = 2\r\n\r\n" + strings.ReplaceAll(handlerV2, "\n", "\r\n")},
@@ -105,10 +109,17 @@ func TestAddPodman(t *testing.T) {
 	begin, end := beginMark("podman", "agentbox")+"\n", endMark("podman", "agentbox")+"\n"
 	for _, tt := range []struct{ name, in, out string }{
 		{"no document", "", begin + "[engine.runtimes]\nagentbox = [\"/p\"]\n" + end},
-		{"others", "[containers]\npids_limit = 5\n", "[containers]\npids_limit = 5\n\n" + begin + "[engine.runtimes]\nagentbox = [\"/p\"]\n" + end},
-		{"the table is there", "[engine.runtimes] # all\nrunsc = ['/r']\n[network]\n", "[engine.runtimes] # all\n" + begin + "agentbox = [\"/p\"]\n" + end + "runsc = ['/r']\n[network]\n"},
+		{"others", "[containers]\npids_limit = 5\n", "[containers]\npids_limit = 5\n\n" + begin +
+			"[engine.runtimes]\nagentbox = [\"/p\"]\n" + end},
+		{
+			"the table is there", "[engine.runtimes] # all\nrunsc = ['/r']\n[network]\n",
+			"[engine.runtimes] # all\n" + begin + "agentbox = [\"/p\"]\n" + end + "runsc = ['/r']\n[network]\n",
+		},
 		{"the table is the end", "[engine.runtimes]", "[engine.runtimes]\n" + begin + "agentbox = [\"/p\"]\n" + end},
-		{"another path", begin + "[engine.runtimes]\nagentbox = [\"/old\"]\n" + end, begin + "[engine.runtimes]\nagentbox = [\"/p\"]\n" + end},
+		{
+			"another path", begin + "[engine.runtimes]\nagentbox = [\"/old\"]\n" + end,
+			begin + "[engine.runtimes]\nagentbox = [\"/p\"]\n" + end,
+		},
 		{"by hand", "[engine.runtimes]\nagentbox = ['/p']\n", "[engine.runtimes]\nagentbox = ['/p']\n"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
@@ -183,7 +194,8 @@ func tomlValue(depth int) *rapid.Generator[any] {
 }
 
 func FuzzTOML(f *testing.F) {
-	for _, s := range []string{"", "version = 2\n", "version = 3", "version = 2\n\n" + handlerV2, "version=2\n[engine.runtimes]\nx=['y']", "version=2\r\n[[a]]\nb=nan\n",
+	for _, s := range []string{"", "version = 2\n", "version = 3", "version = 2\n\n" + handlerV2,
+		"version=2\n[engine.runtimes]\nx=['y']", "version=2\r\n[[a]]\nb=nan\n",
 		"version=2\nx = \"\"\"\n[engine.runtimes]\n\"\"\"\n"} {
 		f.Add([]byte(s))
 	}
@@ -191,8 +203,12 @@ func FuzzTOML(f *testing.F) {
 		for _, edit := range []struct {
 			add, remove func([]byte) ([]byte, error)
 		}{
-			{func(d []byte) ([]byte, error) { return addHandler(d, "agentbox", "/p") }, func(d []byte) ([]byte, error) { return removeHandler(d, "agentbox") }},
-			{func(d []byte) ([]byte, error) { return addPodman(d, "agentbox", "/p") }, func(d []byte) ([]byte, error) { return removePodman(d, "agentbox") }},
+			{func(d []byte) ([]byte, error) { return addHandler(d, "agentbox", "/p") }, func(d []byte) ([]byte, error) {
+				return removeHandler(d, "agentbox")
+			}},
+			{func(d []byte) ([]byte, error) { return addPodman(d, "agentbox", "/p") }, func(d []byte) ([]byte, error) {
+				return removePodman(d, "agentbox")
+			}},
 		} {
 			added, err := edit.add(doc)
 			if err != nil {

@@ -56,7 +56,8 @@ func (e *tomlEdit) run() (err error) {
 		if len(users) > 0 {
 			return &fault.Error{
 				Hint: "Remove them, or use --force; without the runtime they cannot be started.",
-				Err:  fmt.Errorf("runtime %q is in use by %s: %w", e.opts.Name, strings.Join(users, ", "), fault.ErrBusy),
+				Err: fmt.Errorf("runtime %q is in use by %s: %w", e.opts.Name,
+					strings.Join(users, ", "), fault.ErrBusy),
 			}
 		}
 	}

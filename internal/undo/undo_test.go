@@ -29,7 +29,8 @@ func TestStack(t *testing.T) {
 
 	err := cause
 	fill().Run(gone, &err)
-	if !slices.Equal(did, []int{2, 1, 0}) || !errors.Is(err, cause) || !errors.Is(err, second) || errors.Is(err, context.Canceled) {
+	if !slices.Equal(did, []int{2, 1, 0}) || !errors.Is(err, cause) || !errors.Is(err, second) ||
+		errors.Is(err, context.Canceled) {
 		t.Errorf("%v: %v", did, err)
 	}
 	err = nil

@@ -121,7 +121,9 @@ func at(parts ...string) string {
 }
 
 // exchange sends a request and returns its answer, which is no error.
-func (c *Client) exchange(ctx context.Context, method, route string, q url.Values, body io.Reader, header http.Header) (*http.Response, error) {
+func (c *Client) exchange(
+	ctx context.Context, method, route string, q url.Values, body io.Reader, header http.Header,
+) (*http.Response, error) {
 	if strings.Contains(route, "//") {
 		return nil, fmt.Errorf("%w: the name is empty", runtime.ErrInvalid)
 	}
@@ -166,7 +168,8 @@ func passTrace(ctx context.Context, header http.Header) {
 // refusal returns the error in a response.
 func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) error {
 	err := c.cutOff(ctx, what, problemOf(resp))
-	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) && noRoute(err, resp.Request) {
+	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) &&
+		noRoute(err, resp.Request) {
 		return c.unknown(ctx, resp.Request)
 	}
 	return err
@@ -214,12 +217,14 @@ func (c *Client) unanswered(ctx context.Context, what asks, err error) error {
 	if errors.As(err, &dial) && dial.Op == "dial" { // nothing was asked for
 		err, hint := dial.Err, "Is it running? 'agentbox serve' runs it."
 		if errors.Is(err, fs.ErrPermission) {
-			err, hint = fmt.Errorf("%w: %w", runtime.ErrDenied, err), "It serves root and the members of its socket's group."
+			err, hint = fmt.Errorf("%w: %w", runtime.ErrDenied, err),
+				"It serves root and the members of its socket's group."
 		}
 		return &runtime.Error{Op: "service " + c.where, Err: err, Hint: hint}
 	}
 	err = noEOF(err)
-	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE) {
+	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) ||
+		errors.Is(err, unix.EPIPE) {
 		err = fmt.Errorf("it ended, or was cut off, before all of its answer was there: %w", err)
 	}
 	return &runtime.Error{Op: "service " + c.where, Err: err, Hint: c.afterwards(what)}
@@ -255,7 +260,8 @@ func (c *Client) afterwards(what asks) string {
 	case toLook:
 		return "Nothing was to be changed: ask again. " + why
 	case toChangeOnce:
-		return "It may have been done, or not: ask again with the same idempotency key, which does not do it twice. " + why
+		return "It may have been done, or not: ask again with the same idempotency key, which does not do it twice. " +
+			why
 	}
 	return "It may have been done, or not; what was begun is finished or taken back. Look with 'agentbox ps' and 'agentbox audit ls'" + there + " before you ask again; " + why
 }
@@ -446,7 +452,9 @@ func none(ctx context.Context, c *Client, route string, in any) error {
 }
 
 // follow reads a stream of events to its end.
-func (c *Client) follow(ctx context.Context, route string, q url.Values, each func(name string, data []byte) error) error {
+func (c *Client) follow(
+	ctx context.Context, route string, q url.Values, each func(name string, data []byte) error,
+) error {
 	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Accept": {wire.EventStream}})
 	if err != nil {
 		return err
@@ -510,7 +518,9 @@ func statusOf(s string) error {
 
 // send performs a verb with a stream. It does not read from r after it returns, unless a
 // Read that does not end is under way.
-func send[O any](ctx context.Context, c *Client, method, route string, q url.Values, r io.Reader, header http.Header) (out O, err error) {
+func send[O any](
+	ctx context.Context, c *Client, method, route string, q url.Values, r io.Reader, header http.Header,
+) (out O, err error) {
 	own := &ownReader{r: r}
 	resp, err := c.exchange(ctx, method, route, q, own, header)
 	if e := own.failed(); e != nil && err != nil {

@@ -99,7 +99,9 @@ func TestCutShort(t *testing.T) {
 		refused = "HTTP/1.1 404 Not Found\r\nContent-Type: application/problem+json\r\nContent-Length: 100\r\n\r\n{"
 		upgrade = "HTTP/1.1 101 Switching Protocols\r\n"
 
-		look, verb, keyed = "Nothing was to be changed: ask again.", "Look with 'agentbox ps' and 'agentbox audit ls' before you ask again", "ask again with the same idempotency key"
+		look, verb, keyed = "Nothing was to be changed: ask again.",
+			"Look with 'agentbox ps' and 'agentbox audit ls' before you ask again",
+			"ask again with the same idempotency key"
 	)
 	pause := func(ctx context.Context, c *Client) error { return c.Pause(ctx, "c") }
 	list := func(ctx context.Context, c *Client) error { _, err := c.Sandboxes(ctx); return err }
@@ -131,7 +133,10 @@ func TestCutShort(t *testing.T) {
 		{"a list, in its answer", json, list, "", look},
 		{"a stream", chunked, logs, "", look},
 		{"a download", chunked, fetch, "", look},
-		{"a download without its last word", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", fetch, "", look},
+		{
+			"a download without its last word",
+			"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", fetch, "", look,
+		},
 		{"an upload, which no key keeps from being done twice", "", put, "k", verb},
 		{"a session", upgrade, exec, "", verb},
 	} {
@@ -141,7 +146,8 @@ func TestCutShort(t *testing.T) {
 				ctx = WithKey(ctx, tc.key)
 			}
 			err := tc.ask(ctx, c)
-			if err == nil || !strings.HasPrefix(err.Error(), "service "+c.where+": it ended, or was cut off, before all of its answer was there: ") {
+			if err == nil || !strings.HasPrefix(err.Error(),
+				"service "+c.where+": it ended, or was cut off, before all of its answer was there: ") {
 				t.Fatalf("%v", err)
 			}
 			if !errors.Is(err, io.ErrUnexpectedEOF) && !errors.Is(err, io.EOF) {
@@ -162,7 +168,8 @@ func TestUnknownVerb(t *testing.T) {
 	again := func(ctx context.Context, c *Client) error {
 		return none(ctx, c, at("sandboxes", "a%b", "again"), wire.None{})
 	}
-	other := func(ctx context.Context, c *Client) error { return none(ctx, c, at("info"), wire.None{}) } // its method is another
+	// its method is another
+	other := func(ctx context.Context, c *Client) error { return none(ctx, c, at("info"), wire.None{}) }
 	foreign := dying(t, "HTTP/1.1 404 Not Found\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nnot found")
 	for _, tc := range []struct {
 		c    *Client
@@ -174,12 +181,15 @@ func TestUnknownVerb(t *testing.T) {
 		{foreign, again, "the service does not know again (POST /v1/sandboxes/a%b/again)"},
 	} {
 		err := tc.ask(t.Context(), tc.c)
-		if !errors.Is(err, runtime.ErrUnsupported) || errors.Is(err, runtime.ErrNotFound) || !strings.HasSuffix(fmt.Sprint(err), tc.want) || !strings.Contains(fmt.Sprint(fault.Hint(err)), "restart it") {
+		if !errors.Is(err, runtime.ErrUnsupported) || errors.Is(err, runtime.ErrNotFound) ||
+			!strings.HasSuffix(fmt.Sprint(err), tc.want) ||
+			!strings.Contains(fmt.Sprint(fault.Hint(err)), "restart it") {
 			t.Errorf("%v (%q), want %s", err, fault.Hint(err), tc.want)
 		}
 	}
 	// A verb's own ErrNotFound stays that.
-	if err := c.Pause(t.Context(), "c"); !errors.Is(err, runtime.ErrNotFound) || errors.Is(err, runtime.ErrUnsupported) {
+	if err := c.Pause(t.Context(), "c"); !errors.Is(err, runtime.ErrNotFound) ||
+		errors.Is(err, runtime.ErrUnsupported) {
 		t.Error(err)
 	}
 	// An older one says it just so; nowhere must go on saying it.
@@ -200,7 +210,9 @@ func writtenBy(c *Client, method, path string) string {
 }
 
 func TestEncode(t *testing.T) {
-	for s, ok := range map[string]bool{"a": true, "\xff": false, "\ufffd": true, `\ufffd`: true, `\` + "\xff": false, `\\ufffd`: true} {
+	for s, ok := range map[string]bool{
+		"a": true, "\xff": false, "\ufffd": true, `\ufffd`: true, `\` + "\xff": false, `\\ufffd`: true,
+	} {
 		if _, err := encode([]string{s}); (err == nil) != ok || err != nil && !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%q: %v", s, err)
 		}
@@ -218,7 +230,8 @@ func TestPages(t *testing.T) {
 	if err != nil || len(got) != len(list) || got[len(got)-1].ID != list[len(list)-1].ID {
 		t.Error(len(got), err)
 	}
-	if _, err := get[wire.Page[runtime.Sandbox]](t.Context(), c, at("sandboxes"), map[string][]string{"limit": {"x"}}); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := get[wire.Page[runtime.Sandbox]](t.Context(), c, at("sandboxes"),
+		map[string][]string{"limit": {"x"}}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
 	resp, err := c.exchange(t.Context(), http.MethodGet, at("sandboxes"), nil, nil, nil)
@@ -226,7 +239,8 @@ func TestPages(t *testing.T) {
 		t.Fatal(err)
 	}
 	resp.Body.Close()
-	_, err = c.exchange(t.Context(), http.MethodGet, at("sandboxes"), nil, nil, http.Header{"If-None-Match": {resp.Header.Get("ETag")}})
+	_, err = c.exchange(t.Context(), http.MethodGet, at("sandboxes"), nil, nil,
+		http.Header{"If-None-Match": {resp.Header.Get("ETag")}})
 	if err == nil || !strings.Contains(err.Error(), "304") {
 		t.Error(err)
 	}
@@ -234,7 +248,9 @@ func TestPages(t *testing.T) {
 
 // A stream without an end was cut short.
 func TestReadEvents(t *testing.T) {
-	if _, err := readEvents(strings.NewReader("event: stdout\ndata: {}\n\n"), func(string, []byte) error { return nil }); !errors.Is(err, io.ErrUnexpectedEOF) {
+	if _, err := readEvents(strings.NewReader("event: stdout\ndata: {}\n\n"), func(string, []byte) error {
+		return nil
+	}); !errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Error(err)
 	}
 }

@@ -23,7 +23,9 @@ var errHeldEnough = errors.New("held for long enough")
 
 // HoldLease holds a lease while fn runs, by a connection: if this process dies, the lease ends
 // with it.
-func (c *Client) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
+func (c *Client) HoldLease(
+	ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error,
+) error {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	var done <-chan error // of fn

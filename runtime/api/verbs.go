@@ -22,7 +22,10 @@ import (
 
 // here is the error of what the service cannot do for its caller.
 func here(format string, args ...any) error {
-	return &runtime.Error{Err: fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), ErrHere), Hint: "Without the service, as root, it works: AGENTBOX_HOST=none"}
+	return &runtime.Error{
+		Err:  fmt.Errorf("%s: %w", fmt.Sprintf(format, args...), ErrHere),
+		Hint: "Without the service, as root, it works: AGENTBOX_HOST=none",
+	}
 }
 
 // remotely refuses references to files: they are the caller's, not the service's.
@@ -122,7 +125,10 @@ func (c *Client) Wait(ctx context.Context, sandbox string) (int, error) {
 
 // Logs writes what the sandbox's processes printed.
 func (c *Client) Logs(ctx context.Context, sandbox string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
-	q := url.Values{"follow": {strconv.FormatBool(opts.Follow)}, "tail": {strconv.Itoa(opts.Tail)}, "timestamps": {strconv.FormatBool(opts.Timestamps)}}
+	q := url.Values{
+		"follow": {strconv.FormatBool(opts.Follow)}, "tail": {strconv.Itoa(opts.Tail)},
+		"timestamps": {strconv.FormatBool(opts.Timestamps)},
+	}
 	if !opts.Since.IsZero() {
 		q.Set("since", opts.Since.Format(time.RFC3339Nano))
 	}
@@ -138,7 +144,9 @@ func (c *Client) Logs(ctx context.Context, sandbox string, opts runtime.LogOptio
 }
 
 // Events hands what befell a sandbox to each.
-func (c *Client) Events(ctx context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error) error {
+func (c *Client) Events(
+	ctx context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error,
+) error {
 	q := url.Values{"follow": {strconv.FormatBool(opts.Follow)}, "type": opts.Types}
 	if !opts.Since.IsZero() {
 		q.Set("since", opts.Since.Format(time.RFC3339Nano))
@@ -158,12 +166,16 @@ func (c *Client) ReleaseHold(ctx context.Context, sandbox string) error {
 }
 
 // UpdateLifetime changes how long a sandbox may live.
-func (c *Client) UpdateLifetime(ctx context.Context, sandbox string, change runtime.LifetimeChange) (runtime.Sandbox, error) {
+func (c *Client) UpdateLifetime(
+	ctx context.Context, sandbox string, change runtime.LifetimeChange,
+) (runtime.Sandbox, error) {
 	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "lifetime"), change, nil)
 }
 
 // UpdateStorage changes what the files of a sandbox may take.
-func (c *Client) UpdateStorage(ctx context.Context, sandbox string, change runtime.StorageChange) (runtime.Sandbox, error) {
+func (c *Client) UpdateStorage(
+	ctx context.Context, sandbox string, change runtime.StorageChange,
+) (runtime.Sandbox, error) {
 	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "storage"), change, nil)
 }
 
@@ -237,7 +249,9 @@ func (c *Client) Stat(ctx context.Context, sandbox, path string) (runtime.PathSt
 }
 
 // Checkpoint takes one.
-func (c *Client) Checkpoint(ctx context.Context, sandbox string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+func (c *Client) Checkpoint(
+	ctx context.Context, sandbox string, opts runtime.CheckpointOptions,
+) (runtime.Checkpoint, error) {
 	return do[runtime.Checkpoint](ctx, c, at("sandboxes", sandbox, "checkpoints"), opts, decoded(opts.Progress))
 }
 
@@ -255,7 +269,9 @@ func (c *Client) Restore(ctx context.Context, sandbox string, opts runtime.Resto
 }
 
 // PlanRestore returns what Restore would change.
-func (c *Client) PlanRestore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
+func (c *Client) PlanRestore(
+	ctx context.Context, sandbox string, opts runtime.RestoreOptions,
+) (runtime.RestorePlan, error) {
 	return do[runtime.RestorePlan](ctx, c, at("sandboxes", sandbox, "plan"), opts, nil)
 }
 
@@ -285,13 +301,18 @@ func (c *Client) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtim
 }
 
 // History lists a sandbox's checkpoints.
-func (c *Client) History(ctx context.Context, sandbox string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
-	return all[runtime.HistoryEntry](ctx, c, at("sandboxes", sandbox, "history"), url.Values{"all": {strconv.FormatBool(opts.All)}})
+func (c *Client) History(
+	ctx context.Context, sandbox string, opts runtime.HistoryOptions,
+) ([]runtime.HistoryEntry, error) {
+	return all[runtime.HistoryEntry](ctx, c, at("sandboxes", sandbox, "history"),
+		url.Values{"all": {strconv.FormatBool(opts.All)}})
 }
 
 // Checkpoints lists checkpoints.
 func (c *Client) Checkpoints(ctx context.Context, f runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
-	q := url.Values{"sandbox": {f.Sandbox}, "all": {strconv.FormatBool(f.All)}, "trigger": {f.Trigger}, "policy": {f.Policy}}
+	q := url.Values{
+		"sandbox": {f.Sandbox}, "all": {strconv.FormatBool(f.All)}, "trigger": {f.Trigger}, "policy": {f.Policy},
+	}
 	for k, v := range f.Labels {
 		q.Add("label", k+"="+v)
 	}
@@ -309,7 +330,9 @@ func (c *Client) RemoveCheckpoint(ctx context.Context, checkpoint string) error 
 }
 
 // RemoveCheckpoints removes those that match.
-func (c *Client) RemoveCheckpoints(ctx context.Context, f runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
+func (c *Client) RemoveCheckpoints(
+	ctx context.Context, f runtime.CheckpointFilter,
+) (runtime.RemovedCheckpoints, error) {
 	return do[runtime.RemovedCheckpoints](ctx, c, at("checkpoints", "remove"), f, nil)
 }
 
@@ -359,15 +382,20 @@ func (c *Client) Reconcile(ctx context.Context) (runtime.ReconcileReport, error)
 }
 
 // ExportCheckpoint writes an archive. Its progress is what has arrived.
-func (c *Client) ExportCheckpoint(ctx context.Context, checkpoint string, w io.Writer, opts runtime.ExportOptions) error {
+func (c *Client) ExportCheckpoint(
+	ctx context.Context, checkpoint string, w io.Writer, opts runtime.ExportOptions,
+) error {
 	if opts.Progress != nil {
 		w = io.MultiWriter(w, counter(opts.Progress))
 	}
-	return c.download(ctx, at("checkpoints", checkpoint, "export"), url.Values{"compress": {opts.Compress}, "recipient": opts.Recipients}, w)
+	return c.download(ctx, at("checkpoints", checkpoint, "export"),
+		url.Values{"compress": {opts.Compress}, "recipient": opts.Recipients}, w)
 }
 
 // ImportCheckpoint reads what ExportCheckpoint wrote. Its progress is what was sent.
-func (c *Client) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
+func (c *Client) ImportCheckpoint(
+	ctx context.Context, r io.Reader, opts runtime.ImportOptions,
+) (runtime.Checkpoint, error) {
 	header := http.Header{}
 	if opts.Identities != "" {
 		data, err := readSmall(opts.Identities)
@@ -414,13 +442,17 @@ type writerFunc func([]byte) (int, error)
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
 // PushCheckpoint stores a checkpoint in a registry.
-func (c *Client) PushCheckpoint(ctx context.Context, checkpoint, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
+func (c *Client) PushCheckpoint(
+	ctx context.Context, checkpoint, reference string, opts runtime.RegistryOptions,
+) (runtime.Pushed, error) {
 	body := wire.RegistryBody{Reference: reference, Options: opts}
 	return do[runtime.Pushed](ctx, c, at("checkpoints", checkpoint, "push"), body, progressOf(opts.Progress))
 }
 
 // PullCheckpoint brings one back.
-func (c *Client) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
+func (c *Client) PullCheckpoint(
+	ctx context.Context, reference string, opts runtime.RegistryOptions,
+) (runtime.Checkpoint, error) {
 	body := wire.RegistryBody{Reference: reference, Options: opts}
 	return do[runtime.Checkpoint](ctx, c, at("checkpoints", "pull"), body, progressOf(opts.Progress))
 }
@@ -520,7 +552,8 @@ func (c *Client) AddEffect(ctx context.Context, sandbox string, req runtime.Effe
 
 // Effects lists the ledger of a sandbox.
 func (c *Client) Effects(ctx context.Context, sandbox string, everything bool) ([]runtime.Effect, error) {
-	return all[runtime.Effect](ctx, c, at("sandboxes", sandbox, "effects"), url.Values{"all": {strconv.FormatBool(everything)}})
+	return all[runtime.Effect](ctx, c, at("sandboxes", sandbox, "effects"),
+		url.Values{"all": {strconv.FormatBool(everything)}})
 }
 
 // RemoveEffect takes one off the ledger.

@@ -27,7 +27,8 @@ import (
 func TestMain(m *testing.M) {
 	if root := os.Getenv("AUDIT_TEST_ROOT"); root != "" {
 		for i := range 50 {
-			if _, err := Open(root).Append(Record{Phase: Note, Verb: "test", Ref: fmt.Sprint(os.Getpid(), " ", i)}, i%10 == 0); err != nil {
+			if _, err := Open(root).Append(Record{Phase: Note, Verb: "test", Ref: fmt.Sprint(os.Getpid(), " ", i)},
+				i%10 == 0); err != nil {
 				fmt.Fprintln(os.Stderr, err)
 				os.Exit(1)
 			}
@@ -116,16 +117,45 @@ func TestTampering(t *testing.T) {
 			l[4] = bytes.Replace(l[4], []byte(`"ref":"4"`), []byte(`"ref":"5"`), 1)
 			return l
 		}, []string{"record 5: this record was changed"}},
-		{"one changed with its hash", func(l [][]byte) [][]byte { forge(l, 4); return l }, []string{"record 6: this record does not follow the 5"}},
-		{"the last one changed with its hash", func(l [][]byte) [][]byte { forge(l, 9); return l }, []string{"record 10: another record than the one that was on the disk"}},
-		{"one removed", func(l [][]byte) [][]byte { return slices.Delete(l, 4, 5) }, []string{"record 6: the records 5 to 5 are missing"}},
-		{"the first removed", func(l [][]byte) [][]byte { return l[2:] }, []string{"record 3: the segment is named after another record", "record 3: the records up to 2 are missing, and no record tells"}},
-		{"one repeated", func(l [][]byte) [][]byte { return slices.Insert(l, 5, l[4]) }, []string{"record 5: this record is out of its place: it stands behind 5"}},
-		{"two exchanged", func(l [][]byte) [][]byte { l[4], l[5] = l[5], l[4]; return l }, []string{"record 6: the records 5 to 5 are missing", "record 5: this record is out of its place: it stands behind 6"}},
-		{"the last ones cut off", func(l [][]byte) [][]byte { return l[:7] }, []string{"record 10: the records 8 to 10, which were on the disk, are missing at the end"}},
-		{"the last one cut short", func(l [][]byte) [][]byte { l[9] = l[9][:40]; return l }, []string{"record 10: the records 10 to 10, which were on the disk, are missing at the end"}},
-		{"all gone", func([][]byte) [][]byte { return nil }, []string{"record 10: the records 1 to 10, which were on the disk, are missing at the end"}},
-		{"something else put in", func(l [][]byte) [][]byte { return slices.Insert(l, 2, []byte("{}\n")) }, []string{"record 0: this line is no record"}},
+		{"one changed with its hash", func(l [][]byte) [][]byte {
+			forge(l, 4)
+			return l
+		}, []string{"record 6: this record does not follow the 5"}},
+		{"the last one changed with its hash", func(l [][]byte) [][]byte {
+			forge(l, 9)
+			return l
+		}, []string{"record 10: another record than the one that was on the disk"}},
+		{"one removed", func(l [][]byte) [][]byte {
+			return slices.Delete(l, 4, 5)
+		}, []string{"record 6: the records 5 to 5 are missing"}},
+		{"the first removed", func(l [][]byte) [][]byte {
+			return l[2:]
+		}, []string{
+			"record 3: the segment is named after another record",
+			"record 3: the records up to 2 are missing, and no record tells",
+		}},
+		{"one repeated", func(l [][]byte) [][]byte {
+			return slices.Insert(l, 5, l[4])
+		}, []string{"record 5: this record is out of its place: it stands behind 5"}},
+		{"two exchanged", func(l [][]byte) [][]byte {
+			l[4], l[5] = l[5], l[4]
+			return l
+		}, []string{
+			"record 6: the records 5 to 5 are missing", "record 5: this record is out of its place: it stands behind 6",
+		}},
+		{"the last ones cut off", func(l [][]byte) [][]byte {
+			return l[:7]
+		}, []string{"record 10: the records 8 to 10, which were on the disk, are missing at the end"}},
+		{"the last one cut short", func(l [][]byte) [][]byte {
+			l[9] = l[9][:40]
+			return l
+		}, []string{"record 10: the records 10 to 10, which were on the disk, are missing at the end"}},
+		{"all gone", func([][]byte) [][]byte {
+			return nil
+		}, []string{"record 10: the records 1 to 10, which were on the disk, are missing at the end"}},
+		{"something else put in", func(l [][]byte) [][]byte {
+			return slices.Insert(l, 2, []byte("{}\n"))
+		}, []string{"record 0: this line is no record"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			l := filled(t, 10)
@@ -144,7 +174,8 @@ func TestTampering(t *testing.T) {
 			for _, f := range r.Findings {
 				got = append(got, fmt.Sprintf("record %d: %s", f.Seq, f.What))
 			}
-			if len(got) != len(c.want) || !slices.EqualFunc(got, c.want, strings.HasPrefix) || !errors.Is(r.Err(), fault.ErrCorrupt) {
+			if len(got) != len(c.want) || !slices.EqualFunc(got, c.want, strings.HasPrefix) ||
+				!errors.Is(r.Err(), fault.ErrCorrupt) {
 				t.Errorf("%q, want %q", got, c.want)
 			}
 			// If all of it is forged, with its head, only the hash noted elsewhere shows it.
@@ -173,7 +204,8 @@ func TestTorn(t *testing.T) {
 	if err := os.Truncate(path, info.Size()-30); err != nil {
 		t.Fatal(err)
 	}
-	if r := verify(t, l, ""); !r.OK || r.Records != 2 || len(r.Notes) != 1 || !strings.Contains(r.Notes[0], "a crash has cut short") {
+	if r := verify(t, l, ""); !r.OK || r.Records != 2 || len(r.Notes) != 1 ||
+		!strings.Contains(r.Notes[0], "a crash has cut short") {
 		t.Errorf("%+v", r)
 	}
 	if _, err := l.Append(Record{Phase: Note, Verb: "next"}, true); err != nil {
@@ -273,7 +305,8 @@ func newEngine(t *testing.T, root string, l *Log) *engine.Engine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci", Observers: []runtime.Observer{l.Observer("test")},
+	e := engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "oci",
+		Observers: []runtime.Observer{l.Observer("test")},
 		Open: func(string) (engine.Host, error) {
 			return engine.Host{}, fmt.Errorf("no engine: %w", runtime.ErrUnsupported)
 		}})
@@ -335,7 +368,9 @@ func TestEveryVerb(t *testing.T) {
 			case in == reflect.TypeFor[time.Duration]():
 				args = append(args, reflect.ValueOf(time.Hour)) // a heartbeat alone is not on record
 			case in.Kind() == reflect.Func:
-				args = append(args, reflect.MakeFunc(in, func([]reflect.Value) []reflect.Value { return []reflect.Value{reflect.Zero(in.Out(0))} }))
+				args = append(args, reflect.MakeFunc(in, func([]reflect.Value) []reflect.Value {
+					return []reflect.Value{reflect.Zero(in.Out(0))}
+				}))
 			case in.Kind() == reflect.String:
 				args = append(args, reflect.ValueOf("none-such"))
 			default:
@@ -365,7 +400,8 @@ func TestEveryVerb(t *testing.T) {
 			continue
 		}
 		e := after[len(after)-1]
-		if e.EndSeq == 0 || e.Verb == "" || (e.Outcome == "ok") != (failed == nil) || e.Who.UID == nil || *e.Who.UID != 1234 || e.Who.Pid != os.Getpid() || e.Who.By != "service" {
+		if e.EndSeq == 0 || e.Verb == "" || (e.Outcome == "ok") != (failed == nil) || e.Who.UID == nil ||
+			*e.Who.UID != 1234 || e.Who.Pid != os.Getpid() || e.Who.By != "service" {
 			t.Errorf("%s: %v leaves %+v", m.Name, failed, e)
 		}
 	}
@@ -380,8 +416,12 @@ func TestNoSecrets(t *testing.T) {
 	log := Open(root)
 	svc := newEngine(t, root, log)
 	secret := "hunter" + "2"
-	_, _ = svc.Exec(t.Context(), "c", runtime.Process{Args: []string{"login", "--password", secret}, Env: []string{"P=" + secret}}, runtime.Streams{})
-	_, _ = svc.Create(t.Context(), runtime.CreateRequest{Spec: runtime.Spec{Image: "i", Args: []string{secret}, Env: []string{"P=" + secret}}})
+	_, _ = svc.Exec(t.Context(), "c", runtime.Process{
+		Args: []string{"login", "--password", secret}, Env: []string{"P=" + secret},
+	}, runtime.Streams{})
+	_, _ = svc.Create(t.Context(), runtime.CreateRequest{Spec: runtime.Spec{
+		Image: "i", Args: []string{secret}, Env: []string{"P=" + secret},
+	}})
 	_ = svc.CopyTo(t.Context(), "c", "/x", strings.NewReader(secret))
 	data, err := os.ReadFile(only(t, log))
 	if err != nil {
@@ -447,13 +487,15 @@ func TestFullDisk(t *testing.T) {
 	if !errors.Is(err, unix.ENOSPC) || len(fault.Hint(err)) == 0 {
 		t.Errorf("%v %q", err, fault.Hint(err))
 	}
-	if err := svc.Remove(t.Context(), "c", runtime.RemoveOptions{}); !errors.Is(err, fault.ErrNotFound) || errors.Is(err, unix.ENOSPC) {
+	if err := svc.Remove(t.Context(), "c", runtime.RemoveOptions{}); !errors.Is(err, fault.ErrNotFound) ||
+		errors.Is(err, unix.ENOSPC) {
 		t.Errorf("rm: %v", err)
 	}
 	if r := verify(t, l, ""); !r.OK {
 		t.Errorf("%+v", r)
 	}
-	if err := errors.Join(fill.Truncate(0), svc.Unpause(t.Context(), "c")); !errors.Is(err, fault.ErrNotFound) || errors.Is(err, unix.ENOSPC) {
+	if err := errors.Join(fill.Truncate(0), svc.Unpause(t.Context(), "c")); !errors.Is(err, fault.ErrNotFound) ||
+		errors.Is(err, unix.ENOSPC) {
 		t.Errorf("with room again: %v", err)
 	}
 	if r := verify(t, l, ""); !r.OK {
@@ -533,7 +575,9 @@ func BenchmarkAppend(b *testing.B) {
 		b.Run(fmt.Sprintf("durable=%v", durable), func(b *testing.B) {
 			l := Open(b.TempDir())
 			for b.Loop() {
-				if _, err := l.Append(Record{Phase: Note, Verb: "test", Who: Self("test"), Sandbox: strings.Repeat("a", 32)}, durable); err != nil {
+				if _, err := l.Append(Record{
+					Phase: Note, Verb: "test", Who: Self("test"), Sandbox: strings.Repeat("a", 32),
+				}, durable); err != nil {
 					b.Fatal(err)
 				}
 			}

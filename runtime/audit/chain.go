@@ -47,9 +47,10 @@ const (
 
 // Who is the origin of a verb.
 type Who struct {
-	UID   *uint32 `json:"uid,omitempty"`
-	Pid   int     `json:"pid,omitempty"`
-	Login *uint32 `json:"login,omitempty"` // the user of the login session, even after su or sudo; the kernel's loginuid
+	UID *uint32 `json:"uid,omitempty"`
+	Pid int     `json:"pid,omitempty"`
+	// the user of the login session, even after su or sudo; the kernel's loginuid
+	Login *uint32 `json:"login,omitempty"`
 	// For a caller on another host: the subject of its certificate, and its address.
 	Client  string `json:"client,omitempty"`
 	Address string `json:"address,omitempty"`
@@ -78,17 +79,19 @@ type Record struct {
 	Checkpoint string `json:"checkpoint,omitempty"`
 	To         string `json:"to,omitempty"` // push, tag, commit: the reference or the name
 
-	Program  string   `json:"program,omitempty"`  // exec: without its arguments, which may be secrets
-	Exit     *int     `json:"exit,omitempty"`     // exec
-	Signal   string   `json:"signal,omitempty"`   // kill
-	Made     []string `json:"made,omitempty"`     // fork: ids of sandboxes; prune: of the checkpoints that are gone; recover: of the sandboxes it found
-	Undo     string   `json:"undo,omitempty"`     // restore: the checkpoint of what it has replaced
-	Attached []string `json:"attached,omitempty"` // checkpoint: host files that belong to it; restore: those that it has put back, or removed
-	Effects  []string `json:"effects,omitempty"`  // restore: ids of the effects it compensated, and the outcome
-	Undid    *Range   `json:"undid,omitempty"`    // restore: what was done to the sandbox by these is undone
-	Outcome  string   `json:"outcome,omitempty"`  // end: "ok", or the code of the error
-	Text     []string `json:"text,omitempty"`     // recover: what it did
-	Why      string   `json:"why,omitempty"`      // of what agentbox does by itself: the lease, the limit, the policy
+	Program string `json:"program,omitempty"` // exec: without its arguments, which may be secrets
+	Exit    *int   `json:"exit,omitempty"`    // exec
+	Signal  string `json:"signal,omitempty"`  // kill
+	// fork: ids of sandboxes; prune: of the checkpoints that are gone; recover: of the sandboxes it found
+	Made []string `json:"made,omitempty"`
+	Undo string   `json:"undo,omitempty"` // restore: the checkpoint of what it has replaced
+	// checkpoint: host files that belong to it; restore: those that it has put back, or removed
+	Attached []string `json:"attached,omitempty"`
+	Effects  []string `json:"effects,omitempty"` // restore: ids of the effects it compensated, and the outcome
+	Undid    *Range   `json:"undid,omitempty"`   // restore: what was done to the sandbox by these is undone
+	Outcome  string   `json:"outcome,omitempty"` // end: "ok", or the code of the error
+	Text     []string `json:"text,omitempty"`    // recover: what it did
+	Why      string   `json:"why,omitempty"`     // of what agentbox does by itself: the lease, the limit, the policy
 
 	Torn    int    `json:"torn,omitempty"`    // bytes of a record before this one that a crash has cut short
 	Dropped *Range `json:"dropped,omitempty"` // audit prune: these were removed on request
@@ -185,7 +188,8 @@ func (l *Log) appendTo(r *Record) (f *os.File, at place, err error) {
 		n, cut := int64(0), 0
 		if end, n, cut, err = tail(path); err != nil {
 			return nil, at, &fault.Error{Err: fmt.Errorf("%s: %w", path, err),
-				Hint: "Look with: agentbox audit verify. To begin a new log, move " + l.dir + " and " + l.anchorPath() + " elsewhere."}
+				Hint: "Look with: agentbox audit verify. To begin a new log, move " + l.dir + " and " +
+					l.anchorPath() + " elsewhere."}
 		}
 		torn += cut
 		if i == len(names)-1 {

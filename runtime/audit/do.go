@@ -19,8 +19,10 @@ import (
 
 // frees are the verbs that go on without the log: on a full disk they are the
 // way out, and what runs amok must be stoppable.
-var frees = map[string]bool{"checkpoint rm": true, "image logout": true, "image prune": true, "image rm": true, "kill": true, "pause": true, "prune": true,
-	"lease end": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true, "stop": true, "volume rm": true}
+var frees = map[string]bool{"checkpoint rm": true, "image logout": true, "image prune": true, "image rm": true,
+	"kill": true, "pause": true, "prune": true,
+	"lease end": true, "lease release": true, "lease renew": true, "lease transfer": true, "recover": true, "rm": true,
+	"stop": true, "volume rm": true}
 
 // Do performs a verb between its two records. do may add the outcome to the second one.
 func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
@@ -30,7 +32,8 @@ func (l *Log) Do(who Who, r Record, do func(r *Record) error) error {
 		err = failpoint.Hit("audit.after-begin")
 	}
 	if err != nil && !frees[r.Verb] {
-		return &fault.Error{Op: r.Verb, ID: r.Ref, Err: fmt.Errorf("nothing was done, as it cannot be put on record: %w", err),
+		return &fault.Error{Op: r.Verb, ID: r.Ref,
+			Err:  fmt.Errorf("nothing was done, as it cannot be put on record: %w", err),
 			Hint: "Everything that may change something is noted in " + l.Dir() + " first."}
 	}
 	if err != nil {
@@ -62,8 +65,10 @@ var outcomes = []struct {
 	err  error
 	code string
 }{
-	{fault.ErrNotFound, "not_found"}, {fault.ErrExists, "exists"}, {fault.ErrState, "state"}, {fault.ErrDenied, "denied"}, {fault.ErrUnsupported, "unsupported"},
-	{fault.ErrCorrupt, "corrupt"}, {fault.ErrBusy, "busy"}, {fault.ErrInvalid, "invalid"}, {runtime.ErrDetached, "detached"},
+	{fault.ErrNotFound, "not_found"}, {fault.ErrExists, "exists"}, {fault.ErrState, "state"},
+	{fault.ErrDenied, "denied"}, {fault.ErrUnsupported, "unsupported"},
+	{fault.ErrCorrupt, "corrupt"}, {fault.ErrBusy, "busy"}, {fault.ErrInvalid, "invalid"},
+	{runtime.ErrDetached, "detached"},
 	{context.Canceled, "canceled"}, {context.DeadlineExceeded, "deadline"},
 }
 

@@ -95,11 +95,15 @@ func (l *Log) List(ctx context.Context, f Filter) ([]Entry, error) {
 func (f Filter) selects(e Entry) bool {
 	is := func(id string) bool { return len(f.Sandbox) >= 4 && strings.HasPrefix(id, f.Sandbox) }
 	of := f.Sandbox == "" || e.Name == f.Sandbox || is(e.Sandbox) || slices.ContainsFunc(e.Made, is)
-	return of && !e.Time.Before(f.Since) && (f.Verb == "" || e.Verb == f.Verb) && (f.Outcome == "" || e.Outcome == f.Outcome)
+	return of && !e.Time.Before(f.Since) && (f.Verb == "" || e.Verb == f.Verb) &&
+		(f.Outcome == "" || e.Outcome == f.Outcome)
 }
 
 // inside are the verbs whose effect is in the sandbox, where a restore undoes it.
-var inside = map[string]bool{"attach": true, "cp": true, "exec": true, "files": true, "kill": true, "pause": true, "restart": true, "restore": true, "start": true, "stop": true, "unpause": true}
+var inside = map[string]bool{
+	"attach": true, "cp": true, "exec": true, "files": true, "kill": true, "pause": true, "restart": true,
+	"restore": true, "start": true, "stop": true, "unpause": true,
+}
 
 // mark records in each entry which restore has undone it. A restore that was undone itself
 // has undone nothing.
@@ -162,7 +166,8 @@ func (l *Log) undone(sandbox, checkpoint string, taken time.Time, before uint64)
 			case r.Phase == End && r.Verb == "restore" && r.Undo == checkpoint:
 				from = r.Seq // what it did is undone, too
 				return false
-			case r.Phase == End && r.Outcome == "ok" && r.Verb == "checkpoint" && r.Checkpoint == checkpoint || r.Time.Before(taken):
+			case r.Phase == End && r.Outcome == "ok" && r.Verb == "checkpoint" &&
+				r.Checkpoint == checkpoint || r.Time.Before(taken):
 				return false
 			}
 			from = r.Seq

@@ -34,7 +34,10 @@ func (l *Log) Observer(by string) runtime.Observer {
 
 // asked is a record of what is asked.
 func asked(op *runtime.Op) Record {
-	r := Record{Verb: op.Verb, Ref: Clip(op.Ref), Name: Clip(op.Name), To: Clip(op.To), Signal: Clip(op.Signal), Program: Clip(op.Program)}
+	r := Record{
+		Verb: op.Verb, Ref: Clip(op.Ref), Name: Clip(op.Name), To: Clip(op.To), Signal: Clip(op.Signal),
+		Program: Clip(op.Program),
+	}
 	if op.Verb == "image import" {
 		r.Ref, r.To = Clip(op.From), Clip(op.Ref)
 	}

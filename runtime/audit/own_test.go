@@ -79,9 +79,12 @@ func newHost(t *testing.T) *host {
 	if _, err := img.Import(t.Context(), "base", filepath.Dir(tree)); err != nil {
 		t.Fatal(err)
 	}
-	h := &host{T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))}}
+	h := &host{
+		T: t, store: st, root: root, backend: &failing{Backend: backendtest.NewMemory(filepath.Join(root, "memory"))},
+	}
 	h.log = Open(root)
-	h.Engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory", Observers: []runtime.Observer{h.log.Observer("test")},
+	h.Engine = engine.New(engine.Options{Run: filepath.Join(root, "run"), Store: st, Backend: "memory",
+		Observers:  []runtime.Observer{h.log.Observer("test")},
 		Supervisor: func(*os.File) error { return nil },
 		Open:       func(string) (engine.Host, error) { return engine.Host{Backend: h.backend, Images: img}, nil }})
 	t.Cleanup(func() { h.Engine.Close() })
@@ -195,7 +198,9 @@ func (h *host) over(lease string) {
 
 func (h *host) lease(name string) runtime.Lease {
 	h.Helper()
-	l, err := h.CreateLease(h.Context(), runtime.LeaseRequest{Name: name, LeaseTerms: runtime.LeaseTerms{For: time.Hour}})
+	l, err := h.CreateLease(h.Context(), runtime.LeaseRequest{
+		Name: name, LeaseTerms: runtime.LeaseTerms{For: time.Hour},
+	})
 	h.must(err)
 	return l
 }
@@ -218,11 +223,16 @@ func TestOwnLease(t *testing.T) {
 	h.must(err)
 	why := "lease " + l.ID[:12] + " (l): its deadline, after 1m0s, has passed"
 	list := h.news()
-	h.expect(list, "verb | keeper | rm | a | ok | "+why, "verb | keeper | checkpoint rm | b | ok | "+why, "verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
-	if len(list) != 3 || list[0].Sandbox != sb.ID || list[1].Sandbox != other.ID || list[1].Checkpoint != gone.ID || list[2].To != l.ID || list[2].Ref != "l" {
+	h.expect(list, "verb | keeper | rm | a | ok | "+why, "verb | keeper | checkpoint rm | b | ok | "+why,
+		"verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
+	if len(list) != 3 || list[0].Sandbox != sb.ID || list[1].Sandbox != other.ID || list[1].Checkpoint != gone.ID ||
+		list[2].To != l.ID || list[2].Ref != "l" {
 		t.Errorf("%+v", list)
 	}
-	for filter, n := range map[Filter]int{{Sandbox: "a", Verb: "rm"}: 1, {Sandbox: sb.ID[:8], Verb: "rm"}: 1, {Verb: "lease end"}: 1, {Verb: "rm", Since: time.Now()}: 0} {
+	for filter, n := range map[Filter]int{
+		{Sandbox: "a", Verb: "rm"}: 1, {Sandbox: sb.ID[:8], Verb: "rm"}: 1, {Verb: "lease end"}: 1,
+		{Verb: "rm", Since: time.Now()}: 0,
+	} {
 		if got, err := h.log.List(t.Context(), filter); err != nil || len(got) != n {
 			t.Errorf("%+v: %+v, %v", filter, got, err)
 		}
@@ -234,7 +244,8 @@ func TestOwnLease(t *testing.T) {
 	_, err = h.ReleaseLease(ctx, l.ID)
 	h.must(err)
 	list = h.news()
-	h.expect(list, "verb | service | lease release |  | ok | ", "verb | service | rm | c | ok | lease "+l.ID[:12]+": it was released")
+	h.expect(list, "verb | service | lease release |  | ok | ",
+		"verb | service | rm | c | ok | lease "+l.ID[:12]+": it was released")
 	if len(list) != 2 || *list[1].Who.UID != 1234 {
 		t.Errorf("%+v", list)
 	}
@@ -272,7 +283,8 @@ func TestOwnTriedAgain(t *testing.T) {
 	h.backend.err = nil
 	_, err := h.EndLeases(t.Context())
 	h.must(err)
-	h.expect(h.news(), "note | keeper | recover | a | ok | its rm was interrupted", "verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
+	h.expect(h.news(), "note | keeper | recover | a | ok | its rm was interrupted",
+		"verb | keeper | lease end |  | ok | its deadline, after 1m0s, has passed")
 }
 
 // age makes a sandbox one that was made so long ago, before the last boot.
@@ -294,7 +306,9 @@ func (h *host) age(sb runtime.Sandbox, by time.Duration) {
 func TestOwnTTL(t *testing.T) {
 	h := newHost(t)
 	for i, name := range []string{"a", "b", "c"} {
-		sb := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: name, AutoRemove: name == "b", Lifetime: runtime.Lifetime{TTL: time.Hour}}})
+		sb := h.run(runtime.CreateRequest{Spec: runtime.Spec{
+			Name: name, AutoRemove: name == "b", Lifetime: runtime.Lifetime{TTL: time.Hour},
+		}})
 		h.age(sb, 2*time.Hour)
 		h.news()
 		do := func() { h.must(h.ReviveOfBoot(t.Context())) }
@@ -303,11 +317,14 @@ func TestOwnTTL(t *testing.T) {
 		} else {
 			do()
 		}
-		if now, err := h.Sandbox(t.Context(), name); name == "b" && !errors.Is(err, runtime.ErrNotFound) || name != "b" && (err != nil || now.Status != runtime.Exited) {
+		if now, err := h.Sandbox(t.Context(), name); name == "b" && !errors.Is(err, runtime.ErrNotFound) ||
+			name != "b" && (err != nil || now.Status != runtime.Exited) {
 			t.Errorf("%s is %s: %v", name, now.Status, err)
 		}
 		tail := fmt.Sprintf(" | %s | ok | ttl: its time of 1h0m0s is over", name)
-		h.expect(h.news(), [][]string{{"verb | watch | stop" + tail}, {"verb | watch | stop" + tail, "verb | watch | rm" + tail}, nil}[i]...)
+		h.expect(h.news(), [][]string{
+			{"verb | watch | stop" + tail}, {"verb | watch | stop" + tail, "verb | watch | rm" + tail}, nil,
+		}[i]...)
 	}
 }
 
@@ -344,12 +361,16 @@ func TestOwnRestart(t *testing.T) {
 		}
 	}
 	why := "restart policy always: it had ended with exit code 137"
-	a := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: "a", Restart: runtime.Restart{Policy: runtime.RestartAlways}}})
+	a := h.run(runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "a", Restart: runtime.Restart{Policy: runtime.RestartAlways},
+	}})
 	h.news()
 	restart(a, started(a, "ok"))
 	h.expect(h.news(), "verb | watch | start | a | ok | "+why)
 
-	b := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "b", Restart: runtime.Restart{Policy: runtime.RestartAlways, From: runtime.RestartFromHead}}})
+	b := h.create(runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "b", Restart: runtime.Restart{Policy: runtime.RestartAlways, From: runtime.RestartFromHead},
+	}})
 	ck := h.checkpoint("b", runtime.CheckpointOptions{})
 	h.start("b")
 	h.news()
@@ -358,19 +379,24 @@ func TestOwnRestart(t *testing.T) {
 	if len(list) == 0 || list[0].Undid == nil || list[0].Checkpoint != ck.ID || list[0].Sandbox != b.ID {
 		t.Fatalf("%+v", list)
 	}
-	h.expect(list, "verb | watch | restore | b | ok | "+why, "verb | watch | start | b | ok | "+why) // it did not run then
-	if got, err := h.log.List(t.Context(), Filter{Sandbox: "b", Verb: "start"}); err != nil || len(got) != 2 || got[0].UndoneBy != list[0].Seq {
+	// it did not run then
+	h.expect(list, "verb | watch | restore | b | ok | "+why, "verb | watch | start | b | ok | "+why)
+	if got, err := h.log.List(t.Context(), Filter{Sandbox: "b", Verb: "start"}); err != nil || len(got) != 2 ||
+		got[0].UndoneBy != list[0].Seq {
 		t.Errorf("what it has undone: %+v, %v", got, err)
 	}
 
-	c := h.run(runtime.CreateRequest{Spec: runtime.Spec{Name: "c", Restart: runtime.Restart{Policy: runtime.RestartAlways}}})
+	c := h.run(runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "c", Restart: runtime.Restart{Policy: runtime.RestartAlways},
+	}})
 	h.withoutLog(func() {
 		restart(c, func() bool {
 			now, err := h.Sandbox(t.Context(), "c")
 			return err == nil && now.Restarts.Error != ""
 		})
 	})
-	if now, err := h.Sandbox(t.Context(), "c"); err != nil || now.Status != runtime.Exited || !strings.Contains(now.Restarts.Error, "nothing was done, as it cannot be put on record") {
+	if now, err := h.Sandbox(t.Context(), "c"); err != nil || now.Status != runtime.Exited ||
+		!strings.Contains(now.Restarts.Error, "nothing was done, as it cannot be put on record") {
 		t.Errorf("without the log: %s, %+v, %v", now.Status, now.Restarts, err)
 	}
 	// A failing one frees nothing: each try is recorded.
@@ -422,7 +448,8 @@ func TestOwnUpkeep(t *testing.T) {
 			got = len(list)
 		}
 	}
-	retention, err := (policy.Finder{}).Resolve("p", []byte("images: {references: ['*']}\ncheckpoints: {keep_last: 1}\n"))
+	retention, err := (policy.Finder{}).Resolve("p",
+		[]byte("images: {references: ['*']}\ncheckpoints: {keep_last: 1}\n"))
 	h.must(err)
 	for _, name := range []string{"a", "b"} {
 		sb := h.create(runtime.CreateRequest{Policy: retention, Spec: runtime.Spec{Name: name}})
@@ -479,7 +506,8 @@ func TestOwnUpkeep(t *testing.T) {
 	_, err = h.Reconcile(t.Context())
 	h.must(err)
 	list := byName(h.news())
-	h.expect(list, "verb | test | recover |  | ok | ", "note | test | recover | a | ok | found: gone", "note | test | recover | b | ok | found: gone")
+	h.expect(list, "verb | test | recover |  | ok | ", "note | test | recover | a | ok | found: gone",
+		"note | test | recover | b | ok | found: gone")
 	for _, e := range list[1:] {
 		if len(e.Text) != 1 || !strings.Contains(e.Text[0], "removed sandbox "+e.Name+", ") {
 			t.Errorf("%+v", e.Record)
@@ -492,7 +520,9 @@ func TestOwnRecovery(t *testing.T) {
 	h := newHost(t)
 	sb := h.create(runtime.CreateRequest{Spec: runtime.Spec{Name: "a"}})
 	for range 2 {
-		_, err := h.store.Begin(t.Context(), store.Intent{Op: "rm", Sandbox: sb.ID, Data: []byte(`{"backend": "memory"}`)})
+		_, err := h.store.Begin(t.Context(), store.Intent{
+			Op: "rm", Sandbox: sb.ID, Data: []byte(`{"backend": "memory"}`),
+		})
 		h.must(err)
 	}
 	h.news()
@@ -511,7 +541,8 @@ func TestPanicIsRecovered(t *testing.T) {
 	if p := (*guard.Panic)(nil); !errors.As(err, &p) {
 		t.Fatal(err)
 	}
-	h.expect(h.news(), "verb | test | start | a | internal | ", "note | test | recover | a | ok | its start was interrupted")
+	h.expect(h.news(), "verb | test | start | a | internal | ",
+		"note | test | recover | a | ok | its start was interrupted")
 	if left, err := h.store.Intents(t.Context()); err != nil || len(left) > 0 {
 		t.Errorf("left in the journal: %+v, %v", left, err)
 	}

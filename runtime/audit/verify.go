@@ -55,7 +55,10 @@ type verifying struct {
 // Verify reads all of the log. expect, if it is not empty, is the hash of a record
 // that must be there. Others may append meanwhile.
 func (l *Log) Verify(ctx context.Context, expect string) (Report, error) {
-	v := verifying{expect: expect, open: map[uint64]string{}, last: place{0, genesis}, out: Report{Findings: []Finding{}, Notes: []string{}}}
+	v := verifying{
+		expect: expect, open: map[uint64]string{}, last: place{0, genesis},
+		out: Report{Findings: []Finding{}, Notes: []string{}},
+	}
 	// Before the records: those that are on the disk by now are all there.
 	head, herr := l.head()
 	anchor, aerr := l.anchor()
@@ -79,7 +82,11 @@ func (l *Log) Verify(ctx context.Context, expect string) (Report, error) {
 	}
 	v.out.Segments, v.out.Seq, v.out.Head = len(names), v.last.seq, v.last.hash
 	if v.before != nil && !v.dropped {
-		v.find(Finding{Segment: names[0], Seq: v.before.seq + 1, What: fmt.Sprintf("the records up to %d are missing, and no record tells that they were pruned", v.before.seq)})
+		v.find(Finding{
+			Segment: names[0], Seq: v.before.seq + 1,
+			What: fmt.Sprintf("the records up to %d are missing, and no record tells that they were pruned",
+				v.before.seq),
+		})
 	}
 	if herr != nil {
 		v.find(Finding{What: fmt.Sprintf("the file head, which has the number and hash of the last record on the disk: %v", herr)})
@@ -94,9 +101,11 @@ func (l *Log) Verify(ctx context.Context, expect string) (Report, error) {
 			v.find(Finding{What: fmt.Sprintf("%s is gone: there is no record at all, though there are %s, each of which was put on record", l.dir, made)})
 		}
 	case errors.Is(aerr, fs.ErrNotExist):
-		v.out.Notes = append(v.out.Notes, fmt.Sprintf("there is no %s, which would tell if all of the log were gone: removed, or of an agentbox that made none; the next verb makes it", l.anchorPath()))
+		v.out.Notes = append(v.out.Notes,
+			fmt.Sprintf("there is no %s, which would tell if all of the log were gone: removed, or of an agentbox that made none; the next verb makes it", l.anchorPath()))
 	case aerr != nil:
-		v.find(Finding{What: fmt.Sprintf("%s, which has the number and hash of the last record on the disk: %v", l.anchorPath(), aerr)})
+		v.find(Finding{What: fmt.Sprintf("%s, which has the number and hash of the last record on the disk: %v",
+			l.anchorPath(), aerr)})
 	}
 	v.ends(gone, l.dir)
 	if expect != "" && !v.found {
@@ -130,9 +139,15 @@ func (v *verifying) ends(gone bool, dir string) {
 	for _, k := range v.known {
 		switch {
 		case k.seq > last && gone:
-			v.find(Finding{Seq: k.seq, What: fmt.Sprintf("%s is gone, and with it the records up to %d, which were on the disk", dir, k.seq)})
+			v.find(Finding{
+				Seq: k.seq, What: fmt.Sprintf("%s is gone, and with it the records up to %d, which were on the disk",
+					dir, k.seq),
+			})
 		case k.seq > last:
-			v.find(Finding{Seq: k.seq, What: fmt.Sprintf("the records %d to %d, which were on the disk, are missing at the end", last+1, k.seq)})
+			v.find(Finding{
+				Seq: k.seq, What: fmt.Sprintf("the records %d to %d, which were on the disk, are missing at the end",
+					last+1, k.seq),
+			})
 		case k.seen && !k.met:
 			v.find(Finding{Seq: k.seq, What: "another record than the one that was on the disk"})
 		}
@@ -156,7 +171,8 @@ func (v *verifying) segment(ctx context.Context, path string, newest bool) error
 		at := Finding{Segment: base, Line: n}
 		if !whole {
 			if newest {
-				v.out.Notes = append(v.out.Notes, fmt.Sprintf("%s ends with %d bytes of a record that a crash has cut short, or that is being written", base, len(line)))
+				v.out.Notes = append(v.out.Notes,
+					fmt.Sprintf("%s ends with %d bytes of a record that a crash has cut short, or that is being written", base, len(line)))
 				return nil
 			}
 			at.What = "a record without its end, in the middle of the log"

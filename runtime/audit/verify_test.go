@@ -13,7 +13,9 @@ import (
 )
 
 func TestReportErr(t *testing.T) {
-	for n, want := range map[int]string{1: "the audit log is corrupt: 1 finding", 2: "the audit log is corrupt: 2 findings"} {
+	for n, want := range map[int]string{
+		1: "the audit log is corrupt: 1 finding", 2: "the audit log is corrupt: 2 findings",
+	} {
 		if got := (Report{Findings: make([]Finding, n)}).Err().Error(); got != want {
 			t.Errorf("%q, want %q", got, want)
 		}
@@ -34,7 +36,8 @@ func TestGone(t *testing.T) {
 	finds := func(l *Log, want string) {
 		t.Helper()
 		r := verify(t, l, "")
-		if len(r.Findings) != 1 || !strings.Contains(r.Findings[0].What, want) || !errors.Is(r.Err(), fault.ErrCorrupt) {
+		if len(r.Findings) != 1 || !strings.Contains(r.Findings[0].What, want) ||
+			!errors.Is(r.Err(), fault.ErrCorrupt) {
 			t.Errorf("%+v, want only %q", r, want)
 		}
 	}
@@ -95,7 +98,8 @@ func TestGone(t *testing.T) {
 
 	// The anchor of a log from before there were any is made by the next record.
 	remove(l.anchorPath())
-	if r := verify(t, l, ""); !r.OK || len(r.Notes) != 1 || !strings.Contains(r.Notes[0], "there is no "+l.anchorPath()) {
+	if r := verify(t, l, ""); !r.OK || len(r.Notes) != 1 ||
+		!strings.Contains(r.Notes[0], "there is no "+l.anchorPath()) {
 		t.Errorf("%+v", r)
 	}
 	add(l, 1)
@@ -114,7 +118,9 @@ func TestGone(t *testing.T) {
 	if r := verify(t, l, ""); !r.OK || r.Records != 0 {
 		t.Errorf("%+v", r)
 	}
-	for _, dir := range []string{"checkpoints/failed", "checkpoints/tmp-" + strings.Repeat("0", 32), "sandboxes/" + strings.Repeat("1", 32)} {
+	for _, dir := range []string{
+		"checkpoints/failed", "checkpoints/tmp-" + strings.Repeat("0", 32), "sandboxes/" + strings.Repeat("1", 32),
+	} {
 		if err := os.MkdirAll(filepath.Join(filepath.Dir(l.dir), dir), 0o700); err != nil {
 			t.Fatal(err)
 		}

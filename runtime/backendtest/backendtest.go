@@ -146,7 +146,9 @@ func newBench(t *testing.T, f Factory, lower []string) *bench {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), caseTimeout)
-	e := &bench{T: t, f: f, ctx: ctx, root: root, lower: lower, mark: "BACKENDTEST=" + newID(), uppers: map[string]string{}}
+	e := &bench{
+		T: t, f: f, ctx: ctx, root: root, lower: lower, mark: "BACKENDTEST=" + newID(), uppers: map[string]string{},
+	}
 	before := snapshot()
 	e.b = f.New(t, root)
 	// Last in, first out: this is over when the case's own clean-ups are.

@@ -125,7 +125,9 @@ func createCancelled(e *bench) {
 }
 
 func createCancelledMidway(e *bench) {
-	for _, after := range []time.Duration{100 * time.Microsecond, time.Millisecond, 5 * time.Millisecond, 20 * time.Millisecond} {
+	for _, after := range []time.Duration{
+		100 * time.Microsecond, time.Millisecond, 5 * time.Millisecond, 20 * time.Millisecond,
+	} {
 		s := e.spec("sleep", "1000")
 		ctx, cancel := context.WithTimeout(e.ctx, after)
 		err := e.b.Create(ctx, s, e.lower)
@@ -149,7 +151,8 @@ func startRuns(e *bench) {
 	c := e.is(id, runtime.Exited)
 	equal(e, "what it wrote", e.file(id, "result"), "\n")
 	equal(e, "pid of an exited one", c.Pid, 0)
-	if c.Started.Before(before.Add(-time.Second)) || c.Finished.Before(c.Started) || c.Finished.After(time.Now().Add(time.Second)) {
+	if c.Started.Before(before.Add(-time.Second)) || c.Finished.Before(c.Started) ||
+		c.Finished.After(time.Now().Add(time.Second)) {
 		e.Errorf("started %v, finished %v, between %v and now", c.Started, c.Finished, before)
 	}
 }
@@ -227,7 +230,9 @@ func startCancelled(e *bench) {
 
 func startCancelledMidway(e *bench) {
 	id := e.create(e.spec("sleep", "1000"))
-	for _, after := range []time.Duration{time.Millisecond, 10 * time.Millisecond, 30 * time.Millisecond, 60 * time.Millisecond, 100 * time.Millisecond} {
+	for _, after := range []time.Duration{
+		time.Millisecond, 10 * time.Millisecond, 30 * time.Millisecond, 60 * time.Millisecond, 100 * time.Millisecond,
+	} {
 		ctx, cancel := context.WithTimeout(e.ctx, after)
 		_, err := e.b.Start(ctx, id, runtime.StartOptions{})
 		cancel()
@@ -257,7 +262,9 @@ func startOutlivesContext(e *bench) {
 		}
 		cancel()
 		n := len(e.file(id, "ticks"))
-		e.eventually("it goes on after its starter's context was cancelled", func() bool { return len(e.file(id, "ticks")) > n+10 })
+		e.eventually("it goes on after its starter's context was cancelled", func() bool {
+			return len(e.file(id, "ticks")) > n+10
+		})
 		e.is(id, runtime.Running)
 	}
 }
@@ -265,7 +272,8 @@ func startOutlivesContext(e *bench) {
 func startEnv(e *bench) {
 	id := e.create(e.spec(sh("echo $AGENTBOX_ATTEMPT > /attempt; sleep 1000")...))
 	for _, attempt := range []string{"1", "2"} {
-		if _, err := e.b.Start(e.ctx, id, runtime.StartOptions{Env: []string{"AGENTBOX_ATTEMPT=" + attempt}}); err != nil {
+		if _, err := e.b.Start(e.ctx, id, runtime.StartOptions{Env: []string{"AGENTBOX_ATTEMPT=" +
+			attempt}}); err != nil {
 			e.Fatal(err)
 		}
 		e.eventually("the first process has the variable", func() bool { return e.file(id, "attempt") == attempt+"\n" })
@@ -314,7 +322,8 @@ func secondProcess(e *bench) {
 	}
 	equal(e, "pid", c.Pid, e.inspect(id).Pid)
 	var out bytes.Buffer
-	if exit, err := other.Exec(e.ctx, id, runtime.Process{Args: []string{"echo", "hi"}}, runtime.Streams{Stdout: &out}); exit != 0 || err != nil || out.String() != "hi\n" {
+	if exit, err := other.Exec(e.ctx, id, runtime.Process{Args: []string{"echo", "hi"}},
+		runtime.Streams{Stdout: &out}); exit != 0 || err != nil || out.String() != "hi\n" {
 		e.Errorf("Exec by a second process: %d, %v, %q", exit, err, out.String())
 	}
 	exits := make(chan int, 1)
@@ -322,7 +331,10 @@ func secondProcess(e *bench) {
 		exit, _ := other.Wait(e.ctx, id)
 		exits <- exit
 	}()
-	e.eventually("it has its trap and its output", func() bool { o, _ := e.logs(id, runtime.LogOptions{Tail: -1}); return o == "hello\n" })
+	e.eventually("it has its trap and its output", func() bool {
+		o, _ := e.logs(id, runtime.LogOptions{Tail: -1})
+		return o == "hello\n"
+	})
 	if err := other.Stop(e.ctx, id, runtime.StopOptions{Timeout: patience}); err != nil {
 		e.Fatal(err)
 	}

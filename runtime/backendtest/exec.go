@@ -62,7 +62,8 @@ func execMuch(e *bench) {
 	id := e.start("sleep", "1000")
 	in := strings.Repeat("0123456789abcde\n", 1<<17) // 2 MiB
 	var out bytes.Buffer
-	_, err := e.b.Exec(e.ctx, id, runtime.Process{Args: []string{"cat"}}, runtime.Streams{Stdin: strings.NewReader(in), Stdout: &out})
+	_, err := e.b.Exec(e.ctx, id, runtime.Process{Args: []string{"cat"}},
+		runtime.Streams{Stdin: strings.NewReader(in), Stdout: &out})
 	if err != nil {
 		e.Fatal(err)
 	}
@@ -72,7 +73,9 @@ func execMuch(e *bench) {
 func execDetached(e *bench) {
 	id := e.start("sleep", "1000")
 	begin := time.Now()
-	exit, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh("sleep 0.3; echo x > /detached; sleep 1000"), Detach: true}, runtime.Streams{})
+	exit, err := e.b.Exec(e.ctx, id, runtime.Process{
+		Args: sh("sleep 0.3; echo x > /detached; sleep 1000"), Detach: true,
+	}, runtime.Streams{})
 	if exit != 0 || err != nil {
 		e.Errorf("Exec: %d, %v", exit, err)
 	}
@@ -137,7 +140,8 @@ func execContainerEnds(e *bench) {
 	exits := make(chan int, 1)
 	done := make(chan error, 1)
 	go func() {
-		exit, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh("echo up; sleep 1000")}, runtime.Streams{Stdout: &out})
+		exit, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh("echo up; sleep 1000")},
+			runtime.Streams{Stdout: &out})
 		exits <- exit
 		done <- err
 	}()
@@ -154,7 +158,8 @@ func execCancelled(e *bench) {
 	ctx, cancel := context.WithTimeout(e.ctx, 300*time.Millisecond)
 	defer cancel()
 	err := e.within("Exec", func() error {
-		_, err := e.b.Exec(ctx, id, runtime.Process{Args: []string{"sleep", "1000"}}, runtime.Streams{Stdout: &bytes.Buffer{}})
+		_, err := e.b.Exec(ctx, id, runtime.Process{Args: []string{"sleep", "1000"}},
+			runtime.Streams{Stdout: &bytes.Buffer{}})
 		return err
 	})
 	e.wantErr("Exec", err, context.DeadlineExceeded)
@@ -171,7 +176,8 @@ func execSeveral(e *bench) {
 	for i := range 6 {
 		all.Go(func() {
 			var out bytes.Buffer
-			exit, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh(fmt.Sprintf("echo %d; exit %d", i, i))}, runtime.Streams{Stdout: &out})
+			exit, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh(fmt.Sprintf("echo %d; exit %d", i, i))},
+				runtime.Streams{Stdout: &out})
 			if exit != i || err != nil || out.String() != fmt.Sprintf("%d\n", i) {
 				e.Errorf("Exec %d: %d, %v, %q", i, exit, err, out.String())
 			}

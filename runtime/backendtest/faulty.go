@@ -126,7 +126,9 @@ func (f *faulty) Unpause(ctx context.Context, id string) error {
 	return f.do(Unpause, id, func() error { return f.Backend.Unpause(ctx, id) })
 }
 
-func (f *faulty) Exec(ctx context.Context, id string, p runtime.Process, streams runtime.Streams) (exit int, err error) {
+func (f *faulty) Exec(
+	ctx context.Context, id string, p runtime.Process, streams runtime.Streams,
+) (exit int, err error) {
 	err = f.do(Exec, id, func() (err error) { exit, err = f.Backend.Exec(ctx, id, p, streams); return err })
 	return exit, err
 }
@@ -157,7 +159,9 @@ func (f *faulty) Mount(ctx context.Context, id string, fn func(root string) erro
 }
 
 // VolumeUsers implements runtime.VolumeSharer, as far as b does.
-func (f *faulty) VolumeUsers(ctx context.Context, id string, of []runtime.Volume) (users map[string][]string, err error) {
+func (f *faulty) VolumeUsers(
+	ctx context.Context, id string, of []runtime.Volume,
+) (users map[string][]string, err error) {
 	sharer, ok := f.Backend.(runtime.VolumeSharer)
 	if !ok {
 		return nil, fmt.Errorf("who has volumes: %w", runtime.ErrUnsupported)

@@ -110,7 +110,10 @@ func listHolds(e *bench) {
 
 func filesVisible(e *bench) {
 	id := e.start(sh("mkdir /work; echo content > /work/file; chmod 640 /work/file; chown 1000:1000 /work/file; ln -s file /work/link; mkfifo /work/fifo; sleep 1000")...)
-	e.eventually("the last file is there", func() bool { _, err := os.Lstat(e.upper(id, "work/fifo")); return err == nil })
+	e.eventually("the last file is there", func() bool {
+		_, err := os.Lstat(e.upper(id, "work/fifo"))
+		return err == nil
+	})
 	fi, err := os.Lstat(e.upper(id, "work/file"))
 	if err != nil {
 		e.Fatal(err)
@@ -204,7 +207,9 @@ func mounted(e *bench, id, content string) {
 				e.Errorf("%s through Mount: %q, %v, want %q", path, b, err, want)
 			}
 		}
-		return e.f.IDs.AsRoot(func() error { return os.WriteFile(filepath.Join(root, "from-host"), []byte("hello\n"), 0o644) })
+		return e.f.IDs.AsRoot(func() error {
+			return os.WriteFile(filepath.Join(root, "from-host"), []byte("hello\n"), 0o644)
+		})
 	})
 	if err != nil {
 		e.Fatalf("Mount: %v", err)

@@ -57,7 +57,8 @@ func (e *bench) search(before map[string]bool) (found []string) {
 			// Two kinds of names outlive their owner: a lock file cannot be deleted without a
 			// race, and a backend may keep the exit code of a removed container for callers
 			// still in Wait.
-			if err == nil && !d.IsDir() && strings.Contains(path, id) && !strings.Contains(path, "/locks/") && !strings.Contains(path, "/run/exits/") {
+			if err == nil && !d.IsDir() && strings.Contains(path, id) && !strings.Contains(path, "/locks/") &&
+				!strings.Contains(path, "/run/exits/") {
 				found = append(found, "file "+path)
 			}
 			return nil
@@ -130,7 +131,8 @@ func (e *bench) processes() (found []string) {
 		cmdline, _ := os.ReadFile(dir + "/cmdline")
 		environ, _ := os.ReadFile(dir + "/environ")
 		if bytes.Contains(environ, []byte(e.mark)) || bytes.Contains(cmdline, []byte(e.root+"/")) {
-			found = append(found, fmt.Sprintf("process %s: %s", filepath.Base(dir), bytes.ReplaceAll(cmdline, []byte{0}, []byte{' '})))
+			found = append(found, fmt.Sprintf("process %s: %s", filepath.Base(dir),
+				bytes.ReplaceAll(cmdline, []byte{0}, []byte{' '})))
 		}
 	}
 	return found

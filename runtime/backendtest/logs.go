@@ -58,7 +58,8 @@ func logsOrder(e *bench) {
 func logsTail(e *bench) {
 	id := printed(e, "echo 1; echo 2; echo 3; echo 4; echo 5; echo -n end")
 	for tail, want := range map[int]string{
-		-1: lines(1, 5) + "end", 0: "", 1: "end", 2: "5\nend", 3: "4\n5\nend", 6: lines(1, 5) + "end", 100: lines(1, 5) + "end",
+		-1: lines(1, 5) + "end", 0: "", 1: "end", 2: "5\nend", 3: "4\n5\nend", 6: lines(1, 5) + "end",
+		100: lines(1, 5) + "end",
 	} {
 		out, _ := e.logs(id, runtime.LogOptions{Tail: tail})
 		equal(e, "tail "+itoa(tail), out, want)
@@ -68,14 +69,18 @@ func logsTail(e *bench) {
 func logsFollow(e *bench) {
 	id := e.start(sh("echo 1; sleep 0.3; echo 2; sleep 0.3; echo 3")...)
 	var out buffer
-	err := e.within("Logs", func() error { return e.b.Logs(e.ctx, id, runtime.LogOptions{Follow: true, Tail: -1}, &out, nil) })
+	err := e.within("Logs", func() error {
+		return e.b.Logs(e.ctx, id, runtime.LogOptions{Follow: true, Tail: -1}, &out, nil)
+	})
 	if err != nil {
 		e.Errorf("Logs: %v", err)
 	}
 	equal(e, "log", out.String(), lines(1, 3))
 	// One that has ended is not waited for.
 	out = buffer{}
-	err = e.within("Logs", func() error { return e.b.Logs(e.ctx, id, runtime.LogOptions{Follow: true, Tail: 1}, &out, nil) })
+	err = e.within("Logs", func() error {
+		return e.b.Logs(e.ctx, id, runtime.LogOptions{Follow: true, Tail: 1}, &out, nil)
+	})
 	if err != nil {
 		e.Errorf("Logs: %v", err)
 	}
@@ -141,7 +146,10 @@ func logsTimestamps(e *bench) {
 
 func logsSince(e *bench) {
 	id := e.start(sh("trap 'echo late; exit 0' TERM; echo early; while :; do sleep 0.02; done")...)
-	e.eventually("it has spoken", func() bool { out, _ := e.logs(id, runtime.LogOptions{Tail: -1}); return out == "early\n" })
+	e.eventually("it has spoken", func() bool {
+		out, _ := e.logs(id, runtime.LogOptions{Tail: -1})
+		return out == "early\n"
+	})
 	since := time.Now()
 	time.Sleep(50 * time.Millisecond)
 	if err := e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: patience}); err != nil {

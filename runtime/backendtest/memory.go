@@ -59,13 +59,15 @@ func MemoryCannot() map[string]string {
 		"kill/one that does not run": processes, "logs/in order": processes,
 		"daemon/restarted between any two calls": freezer, "daemon/restarted in the course of a restore": processes,
 		"daemon/restarted while somebody waits": processes, "daemon/an end while it is down": processes,
-		"daemon/a paused one is thawed without it": freezer, "daemon/a paused one is thawed without it by another process": freezer,
-		"remove/a running one": processes, "remove/a paused one": freezer,
+		"daemon/a paused one is thawed without it":                    freezer,
+		"daemon/a paused one is thawed without it by another process": freezer,
+		"remove/a running one":                                        processes, "remove/a paused one": freezer,
 		"files/the upperdir is visible from the host": overlay, "files/deletions are whiteouts": overlay,
 		"mount/a running one": overlay, "mount/a stopped one": overlay,
 		"spec/user, directory, hostname, environment": spec, "spec/mounts": spec, "spec/a read-only root": spec,
-		"spec/limits": spec, "spec/what processes may do": spec, "spec/an init reaps and passes signals on": spec, "spec/network none has lo": spec,
-		"spec/network host": spec, "spec/network bridge": spec,
+		"spec/limits": spec, "spec/what processes may do": spec, "spec/an init reaps and passes signals on": spec,
+		"spec/network none has lo": spec,
+		"spec/network host":        spec, "spec/network bridge": spec,
 		"restore/a staged one goes on": processes, "restore/a failure leaves it stopped": processes,
 	}
 }
@@ -162,7 +164,9 @@ func (m *Memory) Create(ctx context.Context, spec runtime.Spec, lower []string) 
 			return err
 		}
 	}
-	m.boxes[spec.ID] = &box{spec: spec, lower: lower, upper: upper, status: runtime.Created, changed: make(chan struct{})}
+	m.boxes[spec.ID] = &box{
+		spec: spec, lower: lower, upper: upper, status: runtime.Created, changed: make(chan struct{}),
+	}
 	return nil
 }
 
@@ -170,7 +174,9 @@ func (m *Memory) Create(ctx context.Context, spec runtime.Spec, lower []string) 
 func (m *Memory) volumes(spec runtime.Spec) (list []runtime.Volume) {
 	for _, mount := range spec.Mounts {
 		if mount.Type == "volume" {
-			list = append(list, runtime.Volume{Name: mount.Source, Path: filepath.Join(m.root, "volumes", mount.Source, "data")})
+			list = append(list, runtime.Volume{
+				Name: mount.Source, Path: filepath.Join(m.root, "volumes", mount.Source, "data"),
+			})
 		}
 	}
 	return list
@@ -184,7 +190,8 @@ func (m *Memory) VolumeUsers(ctx context.Context, id string, of []runtime.Volume
 	for _, other := range slices.Sorted(maps.Keys(m.boxes)) {
 		b := m.boxes[other]
 		for _, v := range m.volumes(b.spec) {
-			if other != id && b.status == runtime.Running && slices.ContainsFunc(of, func(have runtime.Volume) bool { return have.Name == v.Name }) {
+			if other != id && b.status == runtime.Running &&
+				slices.ContainsFunc(of, func(have runtime.Volume) bool { return have.Name == v.Name }) {
 				users[v.Name] = append(users[v.Name], b.spec.Name)
 			}
 		}
@@ -404,7 +411,8 @@ func (m *Memory) Inspect(ctx context.Context, id string) (runtime.Container, err
 		return runtime.Container{}, err
 	}
 	defer unlock()
-	return runtime.Container{Status: b.status, ExitCode: b.exit, Started: b.started, Finished: b.finished, Upper: b.upper,
+	return runtime.Container{Status: b.status, ExitCode: b.exit, Started: b.started,
+		Finished: b.finished, Upper: b.upper,
 		Lower: b.lower, Volumes: m.volumes(b.spec), Stage: stage.Slot{Run: filepath.Join(m.root, "run"), ID: id}}, nil
 }
 

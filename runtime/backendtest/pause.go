@@ -38,7 +38,9 @@ func pauseTwice(e *bench) {
 
 func pauseEverything(e *bench) {
 	id := e.start(sh("(" + ticking + ") & setsid sh -c 'while :; do echo x >> /others; sleep 0.02; done' & wait")...)
-	if _, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh("while :; do echo x >> /execs; sleep 0.02; done"), Detach: true}, runtime.Streams{}); err != nil {
+	if _, err := e.b.Exec(e.ctx, id, runtime.Process{
+		Args: sh("while :; do echo x >> /execs; sleep 0.02; done"), Detach: true,
+	}, runtime.Streams{}); err != nil {
 		e.Fatal(err)
 	}
 	e.eventually("all of them count", func() bool {
@@ -50,7 +52,9 @@ func pauseEverything(e *bench) {
 	equal(e, "what a child in a session of its own did while paused", len(e.file(id, "others"))-others, 0)
 	equal(e, "what a detached Exec did while paused", len(e.file(id, "execs"))-execs, 0)
 	e.resume(id)
-	e.eventually("all of them go on", func() bool { return len(e.file(id, "others")) > others && len(e.file(id, "execs")) > execs })
+	e.eventually("all of them go on", func() bool {
+		return len(e.file(id, "others")) > others && len(e.file(id, "execs")) > execs
+	})
 }
 
 func pauseStopped(e *bench) {

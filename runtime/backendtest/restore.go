@@ -26,7 +26,10 @@ func (e *bench) dump(id string) (images, upper string) {
 	if c.Runtime.Binary == "" || c.Runtime.Root == "" || c.Runtime.ID == "" {
 		e.Fatalf("Inspect: the OCI runtime of a running container is %+v", c.Runtime)
 	}
-	checkpoint := []string{c.Runtime.Binary, "--root", c.Runtime.Root, "checkpoint", "--leave-running", "--image-path", images, "--work-path", images + ".work"}
+	checkpoint := []string{
+		c.Runtime.Binary, "--root", c.Runtime.Root, "checkpoint", "--leave-running", "--image-path", images,
+		"--work-path", images + ".work",
+	}
 	for _, cmd := range [][]string{
 		append(append(checkpoint, e.flags(id)...), c.Runtime.ID),
 		{"cp", "-a", c.Upper, upper},
@@ -62,7 +65,9 @@ func (e *bench) putBack(id, upper string) {
 func (e *bench) stage(id, images string) {
 	e.Helper()
 	if ids := e.f.IDs; ids != nil { // CRIU reads them with the ids of the sandbox
-		for _, cmd := range [][]string{{"chown", "-R", fmt.Sprintf("%d:0", ids.Base), images}, {"chmod", "-R", "u=rwX,g=rX,o=", images}} {
+		for _, cmd := range [][]string{
+			{"chown", "-R", fmt.Sprintf("%d:0", ids.Base), images}, {"chmod", "-R", "u=rwX,g=rX,o=", images},
+		} {
 			if out, err := exec.CommandContext(e.ctx, cmd[0], cmd[1:]...).CombinedOutput(); err != nil {
 				e.Fatalf("%q: %v: %s", cmd, err, out)
 			}

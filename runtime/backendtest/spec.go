@@ -198,7 +198,8 @@ func manyAtOnce(e *bench) {
 				return
 			}
 			var out buffer
-			for deadline := time.Now().Add(patience); out.String() != itoa(i)+"\n" && time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+			for deadline := time.Now().Add(patience); out.String() != itoa(i)+"\n" &&
+				time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
 				out = buffer{}
 				if fail("Logs", e.b.Logs(e.ctx, s.ID, runtime.LogOptions{Tail: -1}, &out, nil)) {
 					return
@@ -207,7 +208,8 @@ func manyAtOnce(e *bench) {
 			if out.String() != itoa(i)+"\n" {
 				e.Errorf("container %d: log %q", i, out.String())
 			}
-			if exit, err := e.b.Exec(e.ctx, s.ID, runtime.Process{Args: sh("exit " + itoa(10+i))}, runtime.Streams{}); fail("Exec", err) || exit != 10+i {
+			if exit, err := e.b.Exec(e.ctx, s.ID, runtime.Process{Args: sh("exit " + itoa(10+i))},
+				runtime.Streams{}); fail("Exec", err) || exit != 10+i {
 				e.Errorf("container %d: Exec: %d", i, exit)
 			}
 			fail("Stop", e.b.Stop(e.ctx, s.ID, runtime.StopOptions{Timeout: patience}))

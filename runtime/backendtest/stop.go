@@ -83,7 +83,8 @@ func stopSignals(e *bench) {
 		id := e.startSpec(s)
 		e.eventually("it is up", func() bool { return e.file(id, "up") != "" })
 		if i == 0 {
-			e.wantErr("Stop with an unknown signal", e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: time.Second, Signal: "SIGNONE"}), runtime.ErrInvalid)
+			e.wantErr("Stop with an unknown signal", e.b.Stop(e.ctx, id,
+				runtime.StopOptions{Timeout: time.Second, Signal: "SIGNONE"}), runtime.ErrInvalid)
 			e.is(id, runtime.Running)
 		}
 		if err := e.b.Stop(e.ctx, id, runtime.StopOptions{Timeout: patience, Signal: try.asked}); err != nil {
@@ -143,7 +144,8 @@ func stopSilent(e *bench) {
 func stopEverything(e *bench) {
 	id := e.start(sh("sleep 1000 & setsid sleep 1000 & (trap '' TERM; " + ticking + ") & sleep 1000")...)
 	e.eventually("it counts", func() bool { return len(e.file(id, "ticks")) > 10 })
-	if _, err := e.b.Exec(e.ctx, id, runtime.Process{Args: []string{"sleep", "1000"}, Detach: true}, runtime.Streams{}); err != nil {
+	if _, err := e.b.Exec(e.ctx, id, runtime.Process{Args: []string{"sleep", "1000"}, Detach: true},
+		runtime.Streams{}); err != nil {
 		e.Fatal(err)
 	}
 	upper := e.inspect(id).Upper
@@ -183,7 +185,9 @@ func stopCancelled(e *bench) {
 	id = e.start(sh("trap '' TERM; while :; do sleep 0.02; done")...)
 	ctx, cancel := context.WithTimeout(e.ctx, 200*time.Millisecond)
 	defer cancel()
-	if err := e.within("Stop", func() error { return e.b.Stop(ctx, id, runtime.StopOptions{Timeout: caseTimeout}) }); err == nil {
+	if err := e.within("Stop", func() error {
+		return e.b.Stop(ctx, id, runtime.StopOptions{Timeout: caseTimeout})
+	}); err == nil {
 		e.is(id, runtime.Exited)
 	}
 	e.stop(id)

@@ -237,7 +237,9 @@ func terminalExecDetach(e *bench) {
 	id := e.start("sleep", "1000")
 	c, streams := e.console(80, 24)
 	go func() {
-		_, err := e.b.Exec(e.ctx, id, runtime.Process{Args: sh("echo rea''dy; sleep 1; echo x > /went-on; sleep 1000"), Terminal: true}, streams)
+		_, err := e.b.Exec(e.ctx, id, runtime.Process{
+			Args: sh("echo rea''dy; sleep 1; echo x > /went-on; sleep 1000"), Terminal: true,
+		}, streams)
 		c.done <- err
 	}()
 	c.shows("ready")

@@ -70,7 +70,8 @@ func (b *Backend) Adopt(ctx context.Context, ref string) (runtime.Spec, error) {
 		}
 		return b.adopt(ctx, ns, found)
 	}
-	return runtime.Spec{}, fmt.Errorf("container %s: %w in namespace %s of containerd", ref, fault.ErrNotFound, strings.Join(spaces, ", "))
+	return runtime.Spec{}, fmt.Errorf("container %s: %w in namespace %s of containerd", ref, fault.ErrNotFound,
+		strings.Join(spaces, ", "))
 }
 
 // own is a container that Create made, of this root or of another one.
@@ -118,7 +119,10 @@ func identify(ns string, c containers.Container) string {
 func (b *Backend) adopt(ctx context.Context, ns string, found containers.Container) (s runtime.Spec, err error) {
 	name := ns + "/" + found.ID
 	if ns == mobySpace {
-		return s, &fault.Error{Err: fmt.Errorf("%w: container %s is Docker's", fault.ErrUnsupported, name), Hint: "Name it docker://" + found.ID[:min(12, len(found.ID))] + "."}
+		return s, &fault.Error{
+			Err:  fmt.Errorf("%w: container %s is Docker's", fault.ErrUnsupported, name),
+			Hint: "Name it docker://" + found.ID[:min(12, len(found.ID))] + ".",
+		}
 	}
 	t, err := describe(ns, found)
 	if err != nil {
@@ -164,11 +168,13 @@ func (b *Backend) adopt(ctx context.Context, ns string, found containers.Contain
 // describe reads how containerd runs a container.
 func describe(ns string, found containers.Container) (theirs, error) {
 	t := theirs{
-		Namespace: ns, ID: found.ID, Created: found.CreatedAt, Snapshotter: found.Snapshotter, Snapshot: found.SnapshotKey,
-		Pod: found.Labels["io.cri-containerd.kind"] != "",
+		Namespace: ns, ID: found.ID, Created: found.CreatedAt, Snapshotter: found.Snapshotter,
+		Snapshot: found.SnapshotKey,
+		Pod:      found.Labels["io.cri-containerd.kind"] != "",
 	}
 	if !strings.HasPrefix(found.Runtime.Name, "io.containerd.runc.") {
-		return t, fmt.Errorf("%w: container %s/%s runs by %s, and only runc's containers can be checkpointed", fault.ErrUnsupported, ns, found.ID, found.Runtime.Name)
+		return t, fmt.Errorf("%w: container %s/%s runs by %s, and only runc's containers can be checkpointed",
+			fault.ErrUnsupported, ns, found.ID, found.Runtime.Name)
 	}
 	var o options.Options
 	if any := found.Runtime.Options; any != nil && any.GetTypeUrl() != "" {
@@ -176,7 +182,11 @@ func describe(ns string, found containers.Container) (theirs, error) {
 			return t, fmt.Errorf("container %s/%s: its runtime's options: %w", ns, found.ID, err)
 		}
 	}
-	t.Runtime = criu.Runtime{Binary: cmp.Or(o.BinaryName, "runc"), Root: filepath.Join(cmp.Or(o.Root, "/run/containerd/runc"), ns), ID: found.ID}
+	t.Runtime = criu.Runtime{
+		Binary: cmp.Or(o.BinaryName, "runc"), Root: filepath.Join(
+			cmp.Or(o.Root, "/run/containerd/runc"),
+			ns), ID: found.ID,
+	}
 	t.Wrapped = isWrapper(t.Runtime.Binary)
 	return t, nil
 }
@@ -210,7 +220,8 @@ func specOf(found containers.Container) (*specs.Spec, error) {
 func translate(spec *specs.Spec, found containers.Container) runtime.Spec {
 	p := spec.Process
 	s := runtime.Spec{
-		Image: found.Image, Args: p.Args, Env: p.Env, Workdir: p.Cwd, User: fmt.Sprintf("%d:%d", p.User.UID, p.User.GID),
+		Image: found.Image, Args: p.Args, Env: p.Env, Workdir: p.Cwd,
+		User:     fmt.Sprintf("%d:%d", p.User.UID, p.User.GID),
 		Hostname: spec.Hostname, Terminal: p.Terminal, Labels: found.Labels, Adopted: true,
 		Network: runtime.Network{Mode: runtime.NetworkHost},
 	}
@@ -229,7 +240,9 @@ func translate(spec *specs.Spec, found containers.Container) runtime.Spec {
 		read := slices.Contains(m.Options, "ro") || slices.Contains(m.Options, "rro")
 		switch {
 		case m.Type == "bind" || slices.Contains(m.Options, "bind") || slices.Contains(m.Options, "rbind"):
-			s.Mounts = append(s.Mounts, runtime.Mount{Type: "bind", Source: m.Source, Target: m.Destination, ReadOnly: read})
+			s.Mounts = append(s.Mounts, runtime.Mount{
+				Type: "bind", Source: m.Source, Target: m.Destination, ReadOnly: read,
+			})
 		case m.Type == "tmpfs" && !standard(m.Destination):
 			s.Mounts = append(s.Mounts, runtime.Mount{Type: "tmpfs", Target: m.Destination, ReadOnly: read})
 		}

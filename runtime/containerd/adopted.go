@@ -170,14 +170,16 @@ func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
 	}
 	c := runtime.Container{
 		Status: v.Status, Pid: v.Pid, Started: v.Started, ExitCode: v.Exit.Code, Finished: v.Exit.Finished,
-		Upper: a.Upper, Lower: a.Lower, Runtime: runtime.OCIRuntime(a.runtime()), Stage: a.slot(), EmptyNetwork: a.Theirs.Hooks,
+		Upper: a.Upper, Lower: a.Lower, Runtime: runtime.OCIRuntime(a.runtime()), Stage: a.slot(),
+		EmptyNetwork: a.Theirs.Hooks,
 	}
 	switch {
 	case a.Theirs.Pod:
 		c.Busy = "it belongs to a Kubernetes pod, and the kubelet would start another container in its place"
 		c.Remedy = "Checkpoints of it can be taken; stop it by way of Kubernetes."
 	case !a.Theirs.Wrapped:
-		c.NoRestore = fmt.Sprintf("it was started with %s, which cannot restore in place of a start", a.Theirs.Runtime.Binary)
+		c.NoRestore = fmt.Sprintf("it was started with %s, which cannot restore in place of a start",
+			a.Theirs.Runtime.Binary)
 		c.Remedy = "Start it with the runtime agentbox-runtime: ctr run --runc-binary /usr/local/bin/agentbox-runtime ..., nerdctl run --runtime /usr/local/bin/agentbox-runtime ..."
 	}
 	return c, nil
@@ -186,7 +188,10 @@ func (a *adoptee) inspect(ctx context.Context) (runtime.Container, error) {
 // slot returns the slot in which its runtime looks for a staged restore: the runtime has the
 // daemon's environment.
 func (a *adoptee) slot() stage.Slot {
-	return stage.Slot{Run: cmp.Or(a.b.client.daemonEnv(stage.Env), a.Theirs.Stage, stage.DefaultRun), ID: stage.Under(a.Theirs.Runtime.Root, a.Theirs.ID)}
+	return stage.Slot{
+		Run: cmp.Or(a.b.client.daemonEnv(stage.Env), a.Theirs.Stage, stage.DefaultRun),
+		ID:  stage.Under(a.Theirs.Runtime.Root, a.Theirs.ID),
+	}
 }
 
 // mayStop refuses to stop a container that the kubelet would replace at once.
@@ -214,7 +219,8 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 			exit, err := a.b.box.AwaitExit(ctx, a.Spec.ID, v.Run)
 			return exit.Code, err
 		}
-		resp, err := a.b.client.TaskService().Wait(in(ctx, a.Theirs.Namespace), &tasks.WaitRequest{ContainerID: a.Theirs.ID})
+		resp, err := a.b.client.TaskService().Wait(in(ctx, a.Theirs.Namespace),
+			&tasks.WaitRequest{ContainerID: a.Theirs.ID})
 		if err == nil {
 			return int(resp.ExitStatus), nil
 		}
@@ -371,7 +377,8 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 		return nil, err
 	}
 	if t, err := a.task(ctx); err == nil {
-		if err := record.WriteJSON(b.box.Dir(id, "streams.json"), theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
+		if err := record.WriteJSON(b.box.Dir(id, "streams.json"),
+			theirStreams{t.Stdin, t.Stdout, t.Stderr, t.Terminal}, false); err != nil {
 			return nil, err
 		}
 	}
@@ -428,7 +435,8 @@ func (a *adoptee) start(ctx context.Context, opts runtime.StartOptions) (wait fu
 // our monitor from now on.
 func (s *starting) watchTheirs(a *adoptee) error {
 	var had theirStreams
-	if err := record.ReadJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := record.ReadJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), &had); err != nil &&
+		!errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if !isURI(had.Stdout) && !isURI(had.Stderr) {
@@ -443,7 +451,8 @@ func (s *starting) watchTheirs(a *adoptee) error {
 		return s.watch()
 	}
 	if s.Options.Streams != nil {
-		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes to %s", fault.ErrUnsupported, a.Spec.Name, cmp.Or(had.Stdout, had.Stderr)), Hint: "Start it detached."}
+		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes to %s", fault.ErrUnsupported, a.Spec.Name,
+			cmp.Or(had.Stdout, had.Stderr)), Hint: "Start it detached."}
 	}
 	s.keep = &had
 	s.Run.Bundle = ""
@@ -481,12 +490,15 @@ func (a *adoptee) remove(ctx context.Context) error {
 // forget deletes what we have kept of a container that is gone.
 func (a *adoptee) forget() error {
 	at, id := a.slot(), a.Spec.ID
-	return errors.Join(at.Clear(), kernel.UnmountBelow(a.b.box.Dir(id)), os.RemoveAll(a.b.box.RunDir(id)), os.RemoveAll(a.b.box.Dir(id)))
+	return errors.Join(at.Clear(), kernel.UnmountBelow(a.b.box.Dir(id)), os.RemoveAll(a.b.box.RunDir(id)),
+		os.RemoveAll(a.b.box.Dir(id)))
 }
 
 // confine gives an exec's process the confinement of the container that it
 // comes into.
-func (a *adoptee) confine(ctx context.Context, p runtime.Process, proc *specs.Process, env []string) (*specs.Process, error) {
+func (a *adoptee) confine(
+	ctx context.Context, p runtime.Process, proc *specs.Process, env []string,
+) (*specs.Process, error) {
 	found, err := a.b.client.ContainerService().Get(in(ctx, a.Theirs.Namespace), a.Theirs.ID)
 	if err != nil {
 		return nil, plain(err)
@@ -527,7 +539,8 @@ func (a *adoptee) ownersLog(ctx context.Context, opts runtime.LogOptions, stdout
 	var had theirStreams
 	if t, err := a.task(ctx); err == nil {
 		had = theirStreams{Stdout: t.Stdout, Stderr: t.Stderr}
-	} else if err := record.ReadJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), &had); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	} else if err := record.ReadJSON(a.b.box.Dir(a.Spec.ID, "streams.json"), &had); err != nil &&
+		!errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	path, ok := strings.CutPrefix(had.Stdout, "file://")
@@ -536,7 +549,10 @@ func (a *adoptee) ownersLog(ctx context.Context, opts runtime.LogOptions, stdout
 		if had.Stdout != "" {
 			where = "to " + had.Stdout
 		}
-		return &fault.Error{Err: fmt.Errorf("%w: the output of %s goes %s", fault.ErrUnsupported, a.Spec.Name, where), Hint: "Ask the tool that started it, or read that file."}
+		return &fault.Error{
+			Err:  fmt.Errorf("%w: the output of %s goes %s", fault.ErrUnsupported, a.Spec.Name, where),
+			Hint: "Ask the tool that started it, or read that file.",
+		}
 	}
 	f, err := os.Open(path)
 	if err != nil {

@@ -112,7 +112,8 @@ func Open(opts Options) (*Backend, error) {
 	}
 	var err error
 	b.box, err = box.Open(box.Options{
-		Root: opts.Root, Run: opts.Run, Part: "containerd", OCIRuntime: opts.OCIRuntime, Wrapper: opts.Wrapper, Self: b.self,
+		Root: opts.Root, Run: opts.Run, Part: "containerd", OCIRuntime: opts.OCIRuntime,
+		Wrapper: opts.Wrapper, Self: b.self,
 		Log: b.log, Drain: drain, Hit: func(point string) error { return failpoint.Hit("containerd." + point) },
 	}, hooks{b})
 	if err != nil {

@@ -43,7 +43,8 @@ func newClient(address string) (*client, error) {
 			return (&net.Dialer{}).DialContext(ctx, "unix", address)
 		}),
 		grpc.WithDefaultCallOptions(
-			grpc.MaxCallRecvMsgSize(defaults.DefaultMaxRecvMsgSize), grpc.MaxCallSendMsgSize(defaults.DefaultMaxSendMsgSize)),
+			grpc.MaxCallRecvMsgSize(defaults.DefaultMaxRecvMsgSize),
+			grpc.MaxCallSendMsgSize(defaults.DefaultMaxSendMsgSize)),
 		grpc.WithUnaryInterceptor(c.unary), grpc.WithStreamInterceptor(c.stream))
 	if err != nil {
 		return nil, fmt.Errorf("containerd at %s: %w", address, err)
@@ -78,7 +79,10 @@ func (d down) Is(target error) bool { return target == errDown }
 // unary lets a call wait until the connection is there. The socket shows whether that can
 // be: gRPC itself, after a failure, pauses before it tries again, and calls made meanwhile
 // would fail although the daemon is back.
-func (c *client) unary(ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption) error {
+func (c *client) unary(
+	ctx context.Context, method string, req, reply any, cc *grpc.ClientConn, invoke grpc.UnaryInvoker,
+	opts ...grpc.CallOption,
+) error {
 	if err := c.alive(); err != nil {
 		return err
 	}
@@ -107,7 +111,10 @@ func (c *client) unary(ctx context.Context, method string, req, reply any, cc *g
 	return err
 }
 
-func (c *client) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer, opts ...grpc.CallOption) (grpc.ClientStream, error) {
+func (c *client) stream(
+	ctx context.Context, desc *grpc.StreamDesc, cc *grpc.ClientConn, method string, streamer grpc.Streamer,
+	opts ...grpc.CallOption,
+) (grpc.ClientStream, error) {
 	if err := c.alive(); err != nil {
 		return nil, err
 	}
@@ -116,7 +123,10 @@ func (c *client) stream(ctx context.Context, desc *grpc.StreamDesc, cc *grpc.Cli
 }
 
 func lengthy(method string) bool {
-	for _, m := range []string{"Tasks/Create", "Tasks/Start", "Tasks/Delete", "Tasks/Wait", "Diff/Apply", "Leases/Delete", "Images/Delete", "Content/"} {
+	for _, m := range []string{
+		"Tasks/Create", "Tasks/Start", "Tasks/Delete", "Tasks/Wait", "Diff/Apply", "Leases/Delete",
+		"Images/Delete", "Content/",
+	} {
 		if strings.Contains(method, m) {
 			return true
 		}
@@ -212,7 +222,9 @@ func (c *client) daemonPid() (int, error) {
 	}
 	var cred *unix.Ucred
 	var cerr error
-	err = raw.Control(func(fd uintptr) { cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	err = raw.Control(func(fd uintptr) {
+		cred, cerr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
 	if err = errors.Join(err, cerr); err != nil {
 		return 0, err
 	}

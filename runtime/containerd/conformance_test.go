@@ -44,7 +44,8 @@ func TestConformance(t *testing.T) {
 	d := enginetest.StartContainerd(t, enginetest.ContainerdOptions{})
 	open := func(t *testing.T, root string) *containerd.Backend {
 		b, err := containerd.Open(containerd.Options{
-			Root: root, Run: filepath.Join(root, "run"), Address: d.Address, Monitor: []string{self, "monitor"}, Wrapper: wrapper,
+			Root: root, Run: filepath.Join(root, "run"), Address: d.Address,
+			Monitor: []string{self, "monitor"}, Wrapper: wrapper,
 		})
 		if err != nil {
 			t.Fatal(err)

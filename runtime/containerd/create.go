@@ -47,8 +47,10 @@ func (b *Backend) Create(ctx context.Context, spec runtime.Spec, lower []string)
 			return err
 		} else if root != "" {
 			return &fault.Error{
-				Op: "container " + id, Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s", fault.ErrExists, root),
-				Hint: "Use it there, with --root " + root + ", or import its checkpoint as a sandbox of its own with --name.",
+				Op: "container " + id, Err: fmt.Errorf("%w in containerd, as a sandbox of the root %s",
+					fault.ErrExists, root),
+				Hint: "Use it there, with --root " + root +
+					", or import its checkpoint as a sandbox of its own with --name.",
 			}
 		}
 	}
@@ -98,7 +100,10 @@ func (b *Backend) make(ctx context.Context, spec runtime.Spec) error {
 		return err
 	}
 	// Every start writes its own.
-	placeholder, err := typeurl.MarshalAny(&specs.Spec{Version: specs.Version, Root: &specs.Root{Path: b.box.Dir(id, "merged")}, Process: &specs.Process{Args: spec.Args, Cwd: "/"}})
+	placeholder, err := typeurl.MarshalAny(&specs.Spec{
+		Version: specs.Version, Root: &specs.Root{Path: b.box.Dir(id, "merged")},
+		Process: &specs.Process{Args: spec.Args, Cwd: "/"},
+	})
 	if err != nil {
 		return err
 	}
@@ -143,7 +148,8 @@ func layers(c *box.Container, snapshotter string, mounts []mount.Mount) error {
 		}
 	}
 	if c.Upper == "" || c.Work == "" || len(c.Lower) == 0 {
-		return fmt.Errorf("%w: snapshotter %s names no upperdir: %q", fault.ErrUnsupported, snapshotter, mounts[0].Options)
+		return fmt.Errorf("%w: snapshotter %s names no upperdir: %q", fault.ErrUnsupported,
+			snapshotter, mounts[0].Options)
 	}
 	return nil
 }
@@ -156,7 +162,8 @@ func (b *Backend) wrapPath() string { return filepath.Join(b.box.Root, "agentbox
 // directories.
 func (b *Backend) wrap() error {
 	quote := func(s string) string { return "'" + strings.ReplaceAll(s, "'", `'\''`) + "'" }
-	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.box.Stage), quote(b.box.OCI), quote(b.box.Wrapper))
+	text := fmt.Sprintf("#!/bin/sh\nexport %s=%s AGENTBOX_RUNTIME=%s\nexec %s \"$@\"\n", stage.Env, quote(b.box.Stage),
+		quote(b.box.OCI), quote(b.box.Wrapper))
 	have, _, err := record.Read(b.wrapPath())
 	if err == nil && string(have) == text {
 		return nil
@@ -232,7 +239,8 @@ func (b *Backend) dropSnapshot(ctx context.Context, snapshotter, key string) err
 		return plain(err)
 	}
 	err = gone(b.client.SnapshotService(snapshotter).Remove(ctx, key))
-	return errors.Join(err, gone(b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease, leases.SynchronousDelete)))
+	return errors.Join(err, gone(b.client.LeasesService().Delete(context.WithoutCancel(ctx), lease,
+		leases.SynchronousDelete)))
 }
 
 // gone returns nil for an error that says that there was nothing to delete.

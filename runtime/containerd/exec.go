@@ -121,7 +121,9 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 			return 0, err
 		}
 		conn := streams.Packets{UnixConn: pair}
-		a = streams.New(ctx, conn, s.Streams, s.Process.Terminal, nil, func(size runtime.Size) { s.b.resize(s.View.Spec.ID, s.Name, size) })
+		a = streams.New(ctx, conn, s.Streams, s.Process.Terminal, nil, func(size runtime.Size) {
+			s.b.resize(s.View.Spec.ID, s.Name, size)
+		})
 		a.EndInput = true
 		if err := conn.Greeted(ctx); err != nil {
 			return 0, err
@@ -219,7 +221,9 @@ func (s *session) remove(ctx context.Context) {
 func (s *session) closeInput() {
 	ctx, cancel := context.WithTimeout(in(context.Background(), s.ns), callTimeout)
 	defer cancel()
-	_, err := s.b.client.TaskService().CloseIO(ctx, &tasks.CloseIORequest{ContainerID: s.container, ExecID: s.Name, Stdin: true})
+	_, err := s.b.client.TaskService().CloseIO(ctx, &tasks.CloseIORequest{
+		ContainerID: s.container, ExecID: s.Name, Stdin: true,
+	})
 	if err != nil {
 		s.b.log.Debug("input not closed", "sandbox", s.View.Spec.ID, "err", plain(err))
 	}
@@ -241,7 +245,10 @@ func (s *session) leave(ctx context.Context) error {
 
 // refused explains why the runtime did not start the process.
 func (s *session) refused(err error) error {
-	for _, gone := range []string{"does not exist", "stopped container", "paused container", "paused state", "stopped state", "not running", "cannot exec in a", "process already finished"} {
+	for _, gone := range []string{
+		"does not exist", "stopped container", "paused container", "paused state", "stopped state", "not running",
+		"cannot exec in a", "process already finished",
+	} {
 		if strings.Contains(err.Error(), gone) {
 			return fmt.Errorf("container %s: %w: %w", s.View.Spec.ID, fault.ErrState, err)
 		}

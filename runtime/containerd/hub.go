@@ -94,7 +94,9 @@ func makeFifos(dir string, terminal, input bool) error {
 
 // openHub opens the fifos in dir. fresh: the shim has not opened them yet.
 func openHub(dir string, terminal, input, fresh bool) (h *hub, err error) {
-	h = &hub{terminal: terminal, callers: map[*caller]bool{}, drained: make(chan struct{}), finished: make(chan struct{})}
+	h = &hub{
+		terminal: terminal, callers: map[*caller]bool{}, drained: make(chan struct{}), finished: make(chan struct{}),
+	}
 	defer func() {
 		if err != nil {
 			h.close()

@@ -188,14 +188,17 @@ func (m Images) describe(ctx context.Context, img cimages.Image) (image.Image, e
 	i := containerd.NewImage(m.b.client.Client, img)
 	spec, err := i.Spec(ctx)
 	if err != nil {
-		return image.Image{}, fmt.Errorf("image %s: %w", cmp.Or(shortName(img.Name), img.Target.Digest.String()), plain(err))
+		return image.Image{}, fmt.Errorf("image %s: %w",
+			cmp.Or(shortName(img.Name), img.Target.Digest.String()), plain(err))
 	}
 	out := image.Image{
-		Name: shortName(img.Name), Digest: img.Target.Digest.String(), Created: img.CreatedAt, Builtin: img.Labels[builtinLabel] != "",
+		Name: shortName(img.Name), Digest: img.Target.Digest.String(), Created: img.CreatedAt,
+		Builtin: img.Labels[builtinLabel] != "",
 		Config: image.Config{
 			Entrypoint: spec.Config.Entrypoint, Cmd: spec.Config.Cmd, Env: spec.Config.Env, User: spec.Config.User,
 			Workdir: spec.Config.WorkingDir, StopSignal: spec.Config.StopSignal, Labels: spec.Config.Labels,
-			Volumes: slices.Sorted(maps.Keys(spec.Config.Volumes)), ExposedPorts: slices.Sorted(maps.Keys(spec.Config.ExposedPorts)),
+			Volumes:      slices.Sorted(maps.Keys(spec.Config.Volumes)),
+			ExposedPorts: slices.Sorted(maps.Keys(spec.Config.ExposedPorts)),
 		},
 	}
 	out.Platform = strings.TrimSuffix(spec.OS+"/"+spec.Architecture+"/"+spec.Variant, "/")
@@ -279,7 +282,9 @@ func (m Images) Remove(ctx context.Context, ref string, inUse func(digest string
 		}
 	}
 	if full, _ := fullName(ref); img.Name != full && img.Name != ref && len(names) > 1 {
-		return &fault.Error{Err: fmt.Errorf("%w: it has the names %q", fault.ErrInvalid, names), Hint: "Remove each of its names."}
+		return &fault.Error{
+			Err: fmt.Errorf("%w: it has the names %q", fault.ErrInvalid, names), Hint: "Remove each of its names.",
+		}
 	}
 	used := func(d string) bool { return inUse != nil && inUse(d) }
 	if len(names) == 0 && used(digest) {
@@ -297,7 +302,8 @@ func (m Images) Remove(ctx context.Context, ref string, inUse func(digest string
 		}
 	}
 	for _, i := range all {
-		if i.Name != img.Name && strings.HasPrefix(i.Name, pinPrefix) && !used(i.Target.Digest.String()) && (i.Target.Digest.String() != digest || len(names) <= 1) {
+		if i.Name != img.Name && strings.HasPrefix(i.Name, pinPrefix) && !used(i.Target.Digest.String()) &&
+			(i.Target.Digest.String() != digest || len(names) <= 1) {
 			remove(i.Name)
 		}
 	}

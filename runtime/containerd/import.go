@@ -50,7 +50,9 @@ func (m Images) builtin(ctx context.Context) (string, error) {
 
 // convert makes an image in a temporary store of agentbox's, which checks what others wrote, and
 // hands it over to containerd.
-func (m Images) convert(ctx context.Context, make func(*images.Store) (image.Image, error)) (out image.Image, err error) {
+func (m Images) convert(
+	ctx context.Context, make func(*images.Store) (image.Image, error),
+) (out image.Image, err error) {
 	if err := plain(m.b.client.alive()); err != nil {
 		return out, err
 	}
@@ -113,7 +115,8 @@ func (m Images) put(ctx context.Context, made image.Image) (img cimages.Image, e
 		Platform: ocispec.Platform{Architecture: goruntime.GOARCH, OS: "linux"},
 		RootFS:   ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{layer.Digest}},
 		Config: ocispec.ImageConfig{
-			User: c.User, Env: c.Env, Entrypoint: c.Entrypoint, Cmd: c.Cmd, WorkingDir: c.Workdir, Labels: c.Labels, StopSignal: c.StopSignal,
+			User: c.User, Env: c.Env, Entrypoint: c.Entrypoint, Cmd: c.Cmd, WorkingDir: c.Workdir, Labels: c.Labels,
+			StopSignal: c.StopSignal,
 		},
 	}
 	config, err := m.document(ctx, ocispec.MediaTypeImageConfig, spec, nil)
@@ -121,7 +124,8 @@ func (m Images) put(ctx context.Context, made image.Image) (img cimages.Image, e
 		return img, err
 	}
 	manifest := ocispec.Manifest{
-		Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: ocispec.MediaTypeImageManifest, Config: config, Layers: []ocispec.Descriptor{layer},
+		Versioned: specs.Versioned{SchemaVersion: 2}, MediaType: ocispec.MediaTypeImageManifest, Config: config,
+		Layers: []ocispec.Descriptor{layer},
 	}
 	target, err := m.document(ctx, ocispec.MediaTypeImageManifest, manifest, map[string]string{
 		"containerd.io/gc.ref.content.config": config.Digest.String(),
@@ -169,15 +173,20 @@ func (m Images) layer(ctx context.Context, dir string) (ocispec.Descriptor, erro
 	r, w := io.Pipe()
 	guard.Go(func() {
 		_ = w.CloseWithError(guard.Do(func() error {
-			_, err := tree.Pack(ctx, top, ".", w, tree.PackOptions{Name: ".", Xattr: func(name string) bool { return !tree.HostXattr(name) }})
+			_, err := tree.Pack(ctx, top, ".", w, tree.PackOptions{Name: ".", Xattr: func(name string) bool {
+				return !tree.HostXattr(name)
+			}})
 			return err
 		}))
 	})
 	defer r.Close()
-	return m.blob(ctx, "agentbox-layer-"+filepath.Base(filepath.Dir(filepath.Dir(filepath.Dir(dir)))), ocispec.MediaTypeImageLayer, r, nil)
+	return m.blob(ctx, "agentbox-layer-"+filepath.Base(filepath.Dir(filepath.Dir(filepath.Dir(dir)))),
+		ocispec.MediaTypeImageLayer, r, nil)
 }
 
-func (m Images) document(ctx context.Context, kind string, v any, labels map[string]string) (ocispec.Descriptor, error) {
+func (m Images) document(
+	ctx context.Context, kind string, v any, labels map[string]string,
+) (ocispec.Descriptor, error) {
 	data, err := json.Marshal(v)
 	if err != nil {
 		return ocispec.Descriptor{}, err
@@ -186,7 +195,9 @@ func (m Images) document(ctx context.Context, kind string, v any, labels map[str
 }
 
 // blob writes to the content store what may be there already.
-func (m Images) blob(ctx context.Context, ref, kind string, r io.Reader, labels map[string]string) (ocispec.Descriptor, error) {
+func (m Images) blob(
+	ctx context.Context, ref, kind string, r io.Reader, labels map[string]string,
+) (ocispec.Descriptor, error) {
 	w, err := content.OpenWriter(ctx, m.b.client.ContentStore(), content.WithRef(ref))
 	if err != nil {
 		return ocispec.Descriptor{}, plain(err)

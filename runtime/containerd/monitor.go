@@ -125,7 +125,8 @@ func (m *monitor) run(ctx context.Context, fresh bool) (err error) {
 		return err // the next look at the container starts another monitor
 	}
 	m.hub.ended()
-	if err := record.WriteJSON(filepath.Join(m.Run, "exit.json"), exit, true); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err := record.WriteJSON(filepath.Join(m.Run, "exit.json"), exit, true); err != nil &&
+		!errors.Is(err, os.ErrNotExist) {
 		return err
 	}
 	_ = l.Close()
@@ -415,7 +416,8 @@ func (w *watcher) close() {
 func (b *Backend) ordersOf(spec runtime.Spec, t *theirs, n int) orders {
 	id := spec.ID
 	o := orders{
-		Namespace: b.namespace, Container: id, Address: b.address, Run: b.box.StartDir(id, n), Log: b.box.Dir(id, "log"),
+		Namespace: b.namespace, Container: id, Address: b.address, Run: b.box.StartDir(id, n),
+		Log:      b.box.Dir(id, "log"),
 		Terminal: spec.Terminal, Input: spec.OpenStdin || spec.Terminal,
 	}
 	if t != nil {
@@ -452,9 +454,12 @@ func (b *Backend) rewatch(ctx context.Context, id string, n int) error {
 }
 
 // Connect implements box.Hooks.
-func (h hooks) Connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
+func (h hooks) Connect(
+	ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size,
+) (*streams.Attachment, error) {
 	if v.Foreign && v.Run.Bundle == "" {
-		err := fmt.Errorf("%w: the streams of %s are with the program that started it", fault.ErrUnsupported, v.Spec.Name)
+		err := fmt.Errorf("%w: the streams of %s are with the program that started it",
+			fault.ErrUnsupported, v.Spec.Name)
 		return nil, &fault.Error{Err: err, Hint: "Attach with the tool that did."}
 	}
 	conn, err := streams.Dial(filepath.Join(v.Run.Bundle, "attach"))
@@ -465,7 +470,9 @@ func (h hooks) Connect(ctx context.Context, v box.View, s runtime.Streams, size 
 		_ = conn.Close()
 		return nil, err
 	}
-	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) { h.resize(v.Spec.ID, "", size) }), nil
+	return streams.New(ctx, conn, s, v.Spec.Terminal, size, func(size runtime.Size) {
+		h.resize(v.Spec.ID, "", size)
+	}), nil
 }
 
 // resize sets the size of a process's terminal; it does nothing for one that has ended.
@@ -473,7 +480,8 @@ func (b *Backend) resize(sandbox, exec string, size runtime.Size) {
 	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
 	defer cancel()
 	ns, id := b.nameOf(sandbox)
-	_, err := b.client.TaskService().ResizePty(in(ctx, ns), &tasks.ResizePtyRequest{ContainerID: id, ExecID: exec, Width: uint32(size.Width), Height: uint32(size.Height)})
+	_, err := b.client.TaskService().ResizePty(in(ctx, ns),
+		&tasks.ResizePtyRequest{ContainerID: id, ExecID: exec, Width: uint32(size.Width), Height: uint32(size.Height)})
 	if err != nil {
 		b.log.Debug("terminal not resized", "sandbox", sandbox, "err", plain(err))
 	}

@@ -23,7 +23,8 @@ import (
 func (m Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
 	parsed, err := reference.Parse(ref, "")
 	if err == nil && parsed.Transport != reference.Docker {
-		return image.Image{}, &fault.Error{Err: fmt.Errorf("%w: containerd does not pull from %s", fault.ErrUnsupported, parsed),
+		return image.Image{}, &fault.Error{Err: fmt.Errorf("%w: containerd does not pull from %s",
+			fault.ErrUnsupported, parsed),
 			Hint: fmt.Sprintf("Bring it there by way of an archive: agentbox image pull %[1]s, agentbox image push %[1]s oci-archive:FILE, ctr -n %s images import FILE", ref, m.b.namespace)}
 	}
 	missing := error(nil)
@@ -48,8 +49,13 @@ func (m Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 	return m.pull(in(ctx, m.b.namespace), ref, parsed, opts)
 }
 
-func (m Images) pull(ctx context.Context, ref string, parsed reference.Reference, opts image.PullOptions) (image.Image, error) {
-	how := []containerd.RemoteOpt{containerd.WithPullUnpack, containerd.WithPullSnapshotter(m.b.snapshotter), containerd.WithResolver(resolver(opts.Source.Insecure))}
+func (m Images) pull(
+	ctx context.Context, ref string, parsed reference.Reference, opts image.PullOptions,
+) (image.Image, error) {
+	how := []containerd.RemoteOpt{
+		containerd.WithPullUnpack, containerd.WithPullSnapshotter(m.b.snapshotter),
+		containerd.WithResolver(resolver(opts.Source.Insecure)),
+	}
 	if opts.Source.Platform != "" {
 		how = append(how, containerd.WithPlatform(opts.Source.Platform))
 	}
@@ -70,9 +76,11 @@ func (m Images) pull(ctx context.Context, ref string, parsed reference.Reference
 	}
 	remedy := fmt.Sprintf("Import one (agentbox --backend containerd image import %s TARBALL|DIR, or ctr -n %s images import FILE), or pull it where a registry can be reached.", ref, m.b.namespace)
 	if ns := m.elsewhere(ctx, parsed.String()); ns != "" {
-		remedy = fmt.Sprintf("Namespace %s has it: ctr -n %s images export - %s | ctr -n %s images import -", ns, ns, parsed, m.b.namespace)
+		remedy = fmt.Sprintf("Namespace %s has it: ctr -n %s images export - %s | ctr -n %s images import -", ns,
+			ns, parsed, m.b.namespace)
 	}
-	return image.Image{}, &fault.Error{Err: fmt.Errorf("image %s: %w, and it cannot be pulled: %w", ref, fault.ErrNotFound, plain(err)), Hint: remedy}
+	return image.Image{}, &fault.Error{Err: fmt.Errorf("image %s: %w, and it cannot be pulled: %w", ref,
+		fault.ErrNotFound, plain(err)), Hint: remedy}
 }
 
 // resolver asks registries with the credentials of `docker login`; those on this
@@ -174,7 +182,9 @@ func (m Images) Inspect(ctx context.Context, ref string) (image.Details, error) 
 
 // Prune removes unneeded names, including those that only pin a digest, and with them what
 // they alone kept.
-func (m Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
+func (m Images) Prune(
+	ctx context.Context, all bool, inUse func(digest string) bool,
+) (removed []image.Image, freed int64, err error) {
 	ctx = in(ctx, m.b.namespace)
 	list, err := m.b.client.ImageService().List(ctx)
 	if err != nil {
@@ -236,7 +246,10 @@ func (m Images) verifyBlob(ctx context.Context, d ocispec.Descriptor) error {
 		return err
 	}
 	if sum.Digest() != d.Digest {
-		return &fault.Error{Err: fmt.Errorf("%w: blob %s has changed", fault.ErrCorrupt, d.Digest), Hint: "Remove the image and pull it again."}
+		return &fault.Error{
+			Err:  fmt.Errorf("%w: blob %s has changed", fault.ErrCorrupt, d.Digest),
+			Hint: "Remove the image and pull it again.",
+		}
 	}
 	return nil
 }

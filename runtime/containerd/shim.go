@@ -42,7 +42,8 @@ func shimOf(pid int) (shimAddress, error) {
 	}
 	// The address is spoken to as root: no process of a container may name it.
 	if !kernel.SharesNamespaces(parent, "pid", "user") {
-		return shimAddress{}, fmt.Errorf("process %d has no shim (its parent, %d, is in a container): %w", pid, parent, fault.ErrUnsupported)
+		return shimAddress{}, fmt.Errorf("process %d has no shim (its parent, %d, is in a container): %w", pid,
+			parent, fault.ErrUnsupported)
 	}
 	cwd := fmt.Sprintf("/proc/%d/cwd", parent)
 	var a shimAddress
@@ -107,5 +108,7 @@ func (s *shimConn) resume(ctx context.Context) error {
 }
 
 func (s *shimConn) closeInput(ctx context.Context, exec string) error {
-	return s.c.Call(ctx, s.service, "CloseIO", &shim.CloseIORequest{ID: s.id, ExecID: exec, Stdin: true}, new(emptypb.Empty))
+	return s.c.Call(ctx, s.service, "CloseIO", &shim.CloseIORequest{
+		ID: s.id, ExecID: exec, Stdin: true,
+	}, new(emptypb.Empty))
 }

@@ -48,7 +48,8 @@ func (m Images) core(ctx context.Context, img cimages.Image) (*core, error) {
 	c := &core{m: m, ctx: ctx}
 	var err error
 	store := m.b.client.ContentStore()
-	if c.manifest, err = cimages.Manifest(ctx, store, img.Target, containerd.NewImage(m.b.client.Client, img).Platform()); err != nil {
+	if c.manifest, err = cimages.Manifest(ctx, store, img.Target,
+		containerd.NewImage(m.b.client.Client, img).Platform()); err != nil {
 		return nil, plain(err)
 	}
 	if cimages.IsManifestType(img.Target.MediaType) {
@@ -97,7 +98,10 @@ func (b *blob) Compressed() (io.ReadCloser, error)  { return b.c.m.open(b.c.ctx,
 func (m Images) open(ctx context.Context, d ocispec.Descriptor) (io.ReadCloser, error) {
 	at, err := m.b.client.ContentStore().ReaderAt(ctx, d)
 	if err = plain(err); errors.Is(err, fault.ErrNotFound) {
-		return nil, &fault.Error{Err: fmt.Errorf("layer %s of the image: %w", d.Digest, err), Hint: "containerd keeps only its unpacked form (discard_unpacked_layers): pull the image again."}
+		return nil, &fault.Error{
+			Err:  fmt.Errorf("layer %s of the image: %w", d.Digest, err),
+			Hint: "containerd keeps only its unpacked form (discard_unpacked_layers): pull the image again.",
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -148,10 +152,12 @@ func (m Images) Add(ctx context.Context, name string, img v1.Image) (out image.I
 				return err
 			}
 		}
-		if _, err := m.blob(ctx, "agentbox-"+manifest.Config.Digest.Hex, string(manifest.Config.MediaType), bytes.NewReader(config), nil); err != nil {
+		if _, err := m.blob(ctx, "agentbox-"+manifest.Config.Digest.Hex, string(manifest.Config.MediaType),
+			bytes.NewReader(config), nil); err != nil {
 			return err
 		}
-		target, err := m.blob(ctx, "agentbox-"+digest.FromBytes(raw).Encoded(), string(manifest.MediaType), bytes.NewReader(raw), refs)
+		target, err := m.blob(ctx, "agentbox-"+digest.FromBytes(raw).Encoded(), string(manifest.MediaType),
+			bytes.NewReader(raw), refs)
 		if err != nil {
 			return err
 		}

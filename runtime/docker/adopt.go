@@ -44,7 +44,8 @@ func (b *Backend) Adopt(ctx context.Context, ref string) (runtime.Spec, error) {
 func specOfLabel(c box) (s runtime.Spec, err error) {
 	err = json.Unmarshal([]byte(c.Config.Labels[labelSpec]), &s)
 	if err != nil || s.ID != c.Config.Labels[labelID] {
-		return s, fmt.Errorf("container %s: %w: its label %s is no spec of a sandbox", c.ID, fault.ErrCorrupt, labelSpec)
+		return s, fmt.Errorf("container %s: %w: its label %s is no spec of a sandbox", c.ID,
+			fault.ErrCorrupt, labelSpec)
 	}
 	s.Adopted = false
 	return s, nil
@@ -58,7 +59,8 @@ func specOf(c box) runtime.Spec {
 	s := runtime.Spec{
 		ID: c.ID[:32], Name: strings.TrimPrefix(c.Name, "/"), Adopted: true, Backend: "docker",
 		Image: c.Config.Image, ImageDigest: c.Image, Args: append([]string{c.Path}, c.Args...),
-		Env: c.Config.Env, Workdir: path.Clean("/" + c.Config.WorkingDir), User: c.Config.User, Hostname: c.Config.Hostname,
+		Env: c.Config.Env, Workdir: path.Clean("/" + c.Config.WorkingDir), User: c.Config.User,
+		Hostname: c.Config.Hostname,
 		Terminal: c.Config.Tty, OpenStdin: c.Config.OpenStdin, ReadOnly: c.HostConfig.ReadonlyRootfs,
 		Init: c.HostConfig.Init != nil && *c.HostConfig.Init, StopSignal: c.Config.StopSignal, Labels: c.Config.Labels,
 		Resources: resources(c.HostConfig), Mounts: mounts(c),
@@ -102,7 +104,9 @@ func mounts(c box) (list []runtime.Mount) {
 		}
 	}
 	add := func(target, options string) {
-		if !slices.ContainsFunc(list, func(m runtime.Mount) bool { return path.Clean(m.Target) == path.Clean(target) }) {
+		if !slices.ContainsFunc(list, func(m runtime.Mount) bool {
+			return path.Clean(m.Target) == path.Clean(target)
+		}) {
 			list = append(list, runtime.Mount{Type: "tmpfs", Target: target, Options: options})
 		}
 	}
@@ -126,7 +130,9 @@ func ports(c box) (list []runtime.Port) {
 				if err != nil {
 					continue // one that the daemon chooses at the start
 				}
-				p := runtime.Port{HostIP: o.HostIP, Host: uint16(host), Sandbox: uint16(inside.Int()), Protocol: inside.Proto()}
+				p := runtime.Port{
+					HostIP: o.HostIP, Host: uint16(host), Sandbox: uint16(inside.Int()), Protocol: inside.Proto(),
+				}
 				if p.HostIP == "0.0.0.0" || p.HostIP == "::" {
 					p.HostIP = ""
 				}
@@ -141,7 +147,8 @@ func ports(c box) (list []runtime.Port) {
 		add(c.NetworkSettings.Ports)
 	}
 	slices.SortFunc(list, func(a, b runtime.Port) int {
-		return cmp.Or(cmp.Compare(a.Sandbox, b.Sandbox), cmp.Compare(a.Host, b.Host), strings.Compare(a.HostIP, b.HostIP), strings.Compare(a.Protocol, b.Protocol))
+		return cmp.Or(cmp.Compare(a.Sandbox, b.Sandbox), cmp.Compare(a.Host, b.Host),
+			strings.Compare(a.HostIP, b.HostIP), strings.Compare(a.Protocol, b.Protocol))
 	})
 	return list
 }

@@ -52,7 +52,8 @@ func shimOf(c box) (string, error) {
 	dir := fmt.Sprintf("/proc/%d", first.Parent)
 	cwd, err := os.Readlink(dir + "/cwd")
 	if err != nil || filepath.Base(cwd) != c.ID || !kernel.SharesNamespaces(first.Parent, "pid", "user") {
-		return "", fmt.Errorf("container %s: its first process (%d) has no shim: %w", c.ID, c.State.Pid, fault.ErrUnsupported)
+		return "", fmt.Errorf("container %s: its first process (%d) has no shim: %w", c.ID,
+			c.State.Pid, fault.ErrUnsupported)
 	}
 	return dir, nil
 }

@@ -41,7 +41,8 @@ func begin(t *testing.T, name, dir string) int {
 	}
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
 	for range 1000 { // the name comes with the exec
-		if comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", cmd.Process.Pid)); strings.TrimSuffix(string(comm), "\n") == name {
+		if comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm",
+			cmd.Process.Pid)); strings.TrimSuffix(string(comm), "\n") == name {
 			return cmd.Process.Pid
 		}
 		time.Sleep(time.Millisecond)
@@ -62,7 +63,9 @@ func TestShimIsNone(t *testing.T) {
 		t.Fatal(err)
 	}
 	of := func(pid int) box {
-		return box{InspectResponse: container.InspectResponse{ContainerJSONBase: &container.ContainerJSONBase{ID: id, State: &container.State{Pid: pid}}}}
+		return box{InspectResponse: container.InspectResponse{ContainerJSONBase: &container.ContainerJSONBase{
+			ID: id, State: &container.State{Pid: pid},
+		}}}
 	}
 	planted := begin(t, "planted", dir)
 	named := begin(t, fmt.Sprintf("x) S %d ", planted), "/")

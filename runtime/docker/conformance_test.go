@@ -48,7 +48,9 @@ func start(t *testing.T, config map[string]any) *engine {
 
 func (e *engine) open(t *testing.T, root string) *docker.Backend {
 	t.Helper()
-	b, err := docker.Open(docker.Options{Host: e.Host, Root: root, Run: filepath.Join(root, "run"), StageRun: e.StageRun})
+	b, err := docker.Open(docker.Options{
+		Host: e.Host, Root: root, Run: filepath.Join(root, "run"), StageRun: e.StageRun,
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -134,7 +136,8 @@ func (e *engine) leaks(t *testing.T, ids []string) (found []string) {
 	}
 	var containers, networks []object
 	var volumes struct{ Volumes []object }
-	err := errors.Join(e.Get("/containers/json?all=1", &containers), e.Get("/networks", &networks), e.Get("/volumes", &volumes))
+	err := errors.Join(e.Get("/containers/json?all=1", &containers), e.Get("/networks", &networks),
+		e.Get("/volumes", &volumes))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +157,11 @@ func (e *engine) leaks(t *testing.T, ids []string) (found []string) {
 	for _, v := range volumes.Volumes {
 		found = append(found, "volume "+v.Name)
 	}
-	for _, dir := range []string{filepath.Join(e.StageRun, "restore"), filepath.Join(e.StageRun, "files"), filepath.Join(e.StageRun, "reap", "made"), filepath.Join(e.StageRun, "reap", "due"), filepath.Join(e.Root, "containers")} {
+	for _, dir := range []string{
+		filepath.Join(e.StageRun, "restore"), filepath.Join(e.StageRun, "files"),
+		filepath.Join(e.StageRun, "reap", "made"), filepath.Join(e.StageRun, "reap", "due"),
+		filepath.Join(e.Root, "containers"),
+	} {
 		entries, _ := os.ReadDir(dir)
 		for _, x := range entries {
 			found = append(found, "file "+filepath.Join(dir, x.Name()))
@@ -183,7 +190,8 @@ func imagesOf(t *testing.T, e *engine) {
 	b := e.open(t, enginetest.Dir(t))
 	ctx := t.Context()
 	img, err := b.Images().Resolve(ctx, imageName)
-	if err != nil || img.Digest != e.digest || img.Name != imageName || len(img.Lower) != 0 || len(img.Config.Cmd) != 1 {
+	if err != nil || img.Digest != e.digest || img.Name != imageName || len(img.Lower) != 0 ||
+		len(img.Config.Cmd) != 1 {
 		t.Fatalf("Resolve: %+v, %v", img, err)
 	}
 	if img, err = b.Images().ResolveDigest(ctx, e.digest); err != nil || img.Name != imageName {
@@ -198,7 +206,8 @@ func imagesOf(t *testing.T, e *engine) {
 		if err != nil || img.Name != name || img.Digest == "" {
 			t.Errorf("Import of %s: %+v, %v", source, img, err)
 		}
-		if out := e.Docker(t, "run", "--rm", "--runtime", "agentbox", name, "sh", "-c", "cat /etc/base; stat -c %a /tmp"); out != "base\n777" {
+		if out := e.Docker(t, "run", "--rm", "--runtime", "agentbox", name, "sh", "-c",
+			"cat /etc/base; stat -c %a /tmp"); out != "base\n777" {
 			t.Errorf("%s: %q", name, out)
 		}
 	}
@@ -223,7 +232,8 @@ func imagesOf(t *testing.T, e *engine) {
 	if err := b.Images().Remove(ctx, "from-dir", nil); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("Remove of one that is gone: %v", err)
 	}
-	if _, err := b.Images().Pull(ctx, "127.0.0.1:1/no/such:1", image.PullOptions{}); !errors.Is(err, runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
+	if _, err := b.Images().Pull(ctx, "127.0.0.1:1/no/such:1", image.PullOptions{}); !errors.Is(err,
+		runtime.ErrNotFound) || len(fault.Hint(err)) == 0 {
 		t.Errorf("Pull of what cannot be pulled: %v", err)
 	}
 	if _, err := b.Images().Pull(ctx, "oci:/x", image.PullOptions{}); !errors.Is(err, runtime.ErrUnsupported) {
@@ -244,7 +254,8 @@ func travels(t *testing.T, e *engine, i docker.Images) {
 	}
 	layer, err := build.Write(ctx, filepath.Join(t.TempDir(), "layer"), func(_ context.Context, w io.Writer) error {
 		tw := tar.NewWriter(w)
-		return errors.Join(tw.WriteHeader(&tar.Header{Name: "more", Mode: 0o600, Size: 5, Typeflag: tar.TypeReg}), second(tw.Write([]byte("more\n"))), tw.Close())
+		return errors.Join(tw.WriteHeader(&tar.Header{Name: "more", Mode: 0o600, Size: 5, Typeflag: tar.TypeReg}),
+			second(tw.Write([]byte("more\n"))), tw.Close())
 	})
 	if err != nil {
 		t.Fatal(err)

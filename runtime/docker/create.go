@@ -81,7 +81,9 @@ func (b *Backend) Create(ctx context.Context, s runtime.Spec, lower []string) (e
 		if err := os.MkdirAll(b.place(s.ID).SecretFiles(), 0o700); err != nil {
 			return err
 		}
-		hostConfig.Mounts = append(hostConfig.Mounts, mount.Mount{Type: mount.TypeBind, Source: b.place(s.ID).SecretFiles(), Target: runtime.SecretsDir, ReadOnly: true})
+		hostConfig.Mounts = append(hostConfig.Mounts, mount.Mount{
+			Type: mount.TypeBind, Source: b.place(s.ID).SecretFiles(), Target: runtime.SecretsDir, ReadOnly: true,
+		})
 	}
 	if s.Network.Mode == runtime.NetworkBridge {
 		err = b.locked(func() error {
@@ -124,20 +126,25 @@ func (b *Backend) able(info *system.Info) error {
 			`Have it use overlay2: "storage-driver": "overlay2" in its daemon.json.`)
 	}
 	if _, ok := info.Runtimes[b.runtime]; !ok {
-		return hint(fmt.Errorf("%w: the Docker daemon has no runtime named %s, which restores processes", fault.ErrUnsupported, b.runtime),
+		return hint(fmt.Errorf("%w: the Docker daemon has no runtime named %s, which restores processes",
+			fault.ErrUnsupported, b.runtime),
 			"Register it: agentbox setup docker")
 	}
 	return nil
 }
 
-func (b *Backend) make(ctx context.Context, s runtime.Spec, config *container.Config, hostConfig *container.HostConfig, net *network.NetworkingConfig) error {
+func (b *Backend) make(
+	ctx context.Context, s runtime.Spec, config *container.Config, hostConfig *container.HostConfig,
+	net *network.NetworkingConfig,
+) error {
 	// Asked for once, it is made, even if we do not wait for it.
 	call, cancel := whole(ctx)
 	defer cancel()
 	made, err := b.api.ContainerCreate(call, config, hostConfig, net, nil, s.Name)
 	switch {
 	case cerrdefs.IsConflict(err):
-		return hint(fmt.Errorf("the name %s: %w: a container of the Docker daemon has it", s.Name, fault.ErrExists), "Choose another name with --name.")
+		return hint(fmt.Errorf("the name %s: %w: a container of the Docker daemon has it", s.Name, fault.ErrExists),
+			"Choose another name with --name.")
 	case err != nil:
 		return b.explain(call, err)
 	}
@@ -151,7 +158,9 @@ func (b *Backend) make(ctx context.Context, s runtime.Spec, config *container.Co
 const cgroupDir = "/sys/fs/cgroup"
 
 // config translates a spec.
-func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec) (*container.Config, *container.HostConfig, error) {
+func (b *Backend) config(
+	ctx context.Context, info *system.Info, s runtime.Spec,
+) (*container.Config, *container.HostConfig, error) {
 	text, err := json.Marshal(s)
 	if err != nil {
 		return nil, nil, err
@@ -203,7 +212,8 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 			return nil, nil, fmt.Errorf("%w: port %d/%s: %w", fault.ErrInvalid, p.Sandbox, p.Protocol, err)
 		}
 		config.ExposedPorts[port] = struct{}{}
-		hostConfig.PortBindings[port] = append(hostConfig.PortBindings[port], nat.PortBinding{HostIP: p.HostIP, HostPort: fmt.Sprint(p.Host)})
+		hostConfig.PortBindings[port] = append(hostConfig.PortBindings[port],
+			nat.PortBinding{HostIP: p.HostIP, HostPort: fmt.Sprint(p.Host)})
 	}
 	if info.CgroupVersion != "2" {
 		// Under v1 a restore would bind the cgroups of the restoring process
@@ -216,9 +226,11 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 		}
 		switch m.Type {
 		case "bind":
-			hostConfig.Mounts = append(hostConfig.Mounts, mount.Mount{Type: mount.TypeBind, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly})
+			hostConfig.Mounts = append(hostConfig.Mounts,
+				mount.Mount{Type: mount.TypeBind, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly})
 		case "volume":
-			hostConfig.Mounts = append(hostConfig.Mounts, mount.Mount{Type: mount.TypeVolume, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly})
+			hostConfig.Mounts = append(hostConfig.Mounts,
+				mount.Mount{Type: mount.TypeVolume, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly})
 		case "tmpfs":
 			opts := m.Options
 			if m.ReadOnly {
@@ -242,12 +254,15 @@ func (b *Backend) config(ctx context.Context, info *system.Info, s runtime.Spec)
 		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "seccomp="+filter)
 	}
 	switch profile := s.Security.AppArmor; {
-	case slices.ContainsFunc(info.SecurityOptions, func(o string) bool { return strings.HasPrefix(o, "name=apparmor") }):
+	case slices.ContainsFunc(info.SecurityOptions, func(o string) bool {
+		return strings.HasPrefix(o, "name=apparmor")
+	}):
 		if profile != "" {
 			hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "apparmor="+profile)
 		}
 	case profile != "" && profile != apparmor.Unconfined:
-		return nil, nil, fmt.Errorf("%w: the AppArmor profile %s: the Docker daemon has no AppArmor", fault.ErrUnsupported, profile)
+		return nil, nil, fmt.Errorf("%w: the AppArmor profile %s: the Docker daemon has no AppArmor",
+			fault.ErrUnsupported, profile)
 	}
 	if s.Security.NoNewPrivileges {
 		hostConfig.SecurityOpt = append(hostConfig.SecurityOpt, "no-new-privileges")
@@ -301,7 +316,9 @@ func syscallFilter(sec runtime.Security) (string, error) {
 			call.Names = bundle.WithoutSecrets(call.Names)
 		}
 	}
-	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call *seccomp.Syscall) bool { return len(call.Names) == 0 })
+	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call *seccomp.Syscall) bool {
+		return len(call.Names) == 0
+	})
 	filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: bundle.RingRule(sec)})
 	if isDefault {
 		filter.Syscalls = append(filter.Syscalls, &seccomp.Syscall{LinuxSyscall: bundle.SecretRule()})
@@ -333,7 +350,8 @@ func (b *Backend) Remove(ctx context.Context, id string) error {
 		return err
 	}
 	// It was made for them, unless the Engine has something there, too.
-	if err := os.Remove(filepath.Join(b.run, id)); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTEMPTY) {
+	if err := os.Remove(filepath.Join(b.run, id)); err != nil && !errors.Is(err, fs.ErrNotExist) &&
+		!errors.Is(err, unix.ENOTEMPTY) {
 		return err
 	}
 	if err := failpoint.Hit("docker.remove.after-container"); err != nil {

@@ -102,7 +102,10 @@ func Open(opts Options) (*Backend, error) {
 	if opts.Root == "" || opts.Run == "" {
 		return nil, fmt.Errorf("%w: docker backend without root or run directory", fault.ErrInvalid)
 	}
-	b := &Backend{host: opts.Host, self: opts.Self, runtime: opts.Runtime, stageRun: opts.StageRun, log: opts.Log, ids: map[string]string{}}
+	b := &Backend{
+		host: opts.Host, self: opts.Self, runtime: opts.Runtime, stageRun: opts.StageRun, log: opts.Log,
+		ids: map[string]string{},
+	}
 	if b.host == "" {
 		b.host = os.Getenv(client.EnvOverrideHost)
 	}
@@ -134,7 +137,8 @@ func Open(opts Options) (*Backend, error) {
 		}
 	}
 	b.root, b.run = opts.Root, opts.Run
-	if b.api, err = client.NewClientWithOpts(client.WithHost(b.host), client.WithVersionFromEnv(), client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider())); err != nil {
+	if b.api, err = client.NewClientWithOpts(client.WithHost(b.host), client.WithVersionFromEnv(),
+		client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider())); err != nil {
 		return nil, fmt.Errorf("%w: %w", fault.ErrInvalid, err)
 	}
 	return b, nil

@@ -22,7 +22,8 @@ func (b *Backend) explain(ctx context.Context, err error) error {
 	case ctx.Err() != nil:
 		return ctx.Err()
 	case client.IsErrConnectionFailed(err):
-		return hint(fmt.Errorf("%w: the Docker daemon does not answer at %s", fault.ErrUnsupported, strings.TrimPrefix(b.host, "unix://")),
+		return hint(fmt.Errorf("%w: the Docker daemon does not answer at %s", fault.ErrUnsupported,
+			strings.TrimPrefix(b.host, "unix://")),
 			"Start it (systemctl start docker), or name the socket of another one in DOCKER_HOST.")
 	}
 	msg := strings.TrimPrefix(err.Error(), "Error response from daemon: ")
@@ -50,7 +51,8 @@ func lost(err error) bool {
 	if err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
 		return false
 	}
-	return client.IsErrConnectionFailed(err) || strings.Contains(err.Error(), "EOF") || strings.Contains(err.Error(), "connection reset") ||
+	return client.IsErrConnectionFailed(err) || strings.Contains(err.Error(), "EOF") ||
+		strings.Contains(err.Error(), "connection reset") ||
 		strings.Contains(err.Error(), "broken pipe")
 }
 
@@ -71,7 +73,9 @@ func commandError(args []string, msg string) error {
 		command = args[0]
 	}
 	if strings.Contains(msg, "chdir to cwd") {
-		return &runtime.ExecError{Command: command, Code: 126, Err: fmt.Errorf("%s: working directory: %s", command, last(msg))}
+		return &runtime.ExecError{
+			Command: command, Code: 126, Err: fmt.Errorf("%s: working directory: %s", command, last(msg)),
+		}
 	}
 	m := execRefused().FindStringSubmatch(msg)
 	switch {

@@ -29,7 +29,8 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, s runt
 	}
 	made, err := b.api.ContainerExecCreate(ctx, c.ID, container.ExecOptions{
 		User: p.User, WorkingDir: p.Workdir, Tty: p.Terminal, Cmd: p.Args, Env: append(startEnv(c), p.Env...),
-		AttachStdin: s.Stdin != nil && !p.Detach, AttachStdout: !p.Detach, AttachStderr: !p.Detach, DetachKeys: neverTyped,
+		AttachStdin: s.Stdin != nil && !p.Detach, AttachStdout: !p.Detach, AttachStderr: !p.Detach,
+		DetachKeys: neverTyped,
 	})
 	if err != nil {
 		return 0, b.explain(ctx, err)
@@ -38,7 +39,9 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, s runt
 	if p.Detach {
 		call, cancel := whole(ctx)
 		defer cancel()
-		if err := b.api.ContainerExecStart(call, x.id, container.ExecStartOptions{Detach: true, Tty: p.Terminal}); err != nil {
+		if err := b.api.ContainerExecStart(call, x.id, container.ExecStartOptions{
+			Detach: true, Tty: p.Terminal,
+		}); err != nil {
 			return 0, x.refused(call, err.Error(), err)
 		}
 		return 0, nil

@@ -76,7 +76,9 @@ func (b *Backend) search(ctx context.Context, id string) (box, error) {
 		}
 	}
 	// Not by the daemon's own search, which looks for a name first.
-	found, err := b.api.ContainerList(ctx, container.ListOptions{All: true, Filters: filters.NewArgs(filters.Arg("id", id))})
+	found, err := b.api.ContainerList(ctx, container.ListOptions{
+		All: true, Filters: filters.NewArgs(filters.Arg("id", id)),
+	})
 	if err != nil {
 		return box{}, b.explain(ctx, err)
 	}
@@ -146,7 +148,8 @@ func (b *Backend) inspect(ctx context.Context, name string) (box, error) {
 			return box{}, b.explain(ctx, err)
 		}
 		if r.ContainerJSONBase == nil || r.State == nil || r.HostConfig == nil || r.Config == nil {
-			return box{}, fmt.Errorf("container %s: %w: the daemon's description of it has holes", name, fault.ErrCorrupt)
+			return box{}, fmt.Errorf("container %s: %w: the daemon's description of it has holes",
+				name, fault.ErrCorrupt)
 		}
 		c := box{r, statusOf(r.State)}
 		if !c.live() || holds(r.State.Pid, r.ID) || time.Now().After(deadline) {
@@ -213,7 +216,10 @@ func frozen(pid int) (is, known bool) {
 			files = []string{filepath.Join("/sys/fs/cgroup/freezer", f[2], "freezer.state")}
 		case "":
 			runs = "0"
-			files = []string{filepath.Join("/sys/fs/cgroup", f[2], "cgroup.freeze"), filepath.Join("/sys/fs/cgroup/unified", f[2], "cgroup.freeze")}
+			files = []string{
+				filepath.Join("/sys/fs/cgroup", f[2], "cgroup.freeze"),
+				filepath.Join("/sys/fs/cgroup/unified", f[2], "cgroup.freeze"),
+			}
 		}
 		for _, file := range files {
 			if data, err := os.ReadFile(file); err == nil {

@@ -33,7 +33,9 @@ func (b *Backend) Images() Images { return Images{b} }
 func (i Images) Resolve(ctx context.Context, ref string) (image.Image, error) {
 	got, err := i.b.api.ImageInspect(ctx, strings.TrimPrefix(ref, "docker://"))
 	if cerrdefs.IsNotFound(err) {
-		return image.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it", ref, fault.ErrNotFound), "Pull it: agentbox --backend docker image pull "+ref)
+		return image.Image{}, hint(
+			fmt.Errorf("image %s: %w: the Docker daemon does not have it", ref, fault.ErrNotFound),
+			"Pull it: agentbox --backend docker image pull "+ref)
 	}
 	if err != nil {
 		return image.Image{}, i.b.explain(ctx, err)
@@ -45,7 +47,9 @@ func (i Images) Resolve(ctx context.Context, ref string) (image.Image, error) {
 func (i Images) ResolveDigest(ctx context.Context, digest string) (image.Image, error) {
 	got, err := i.b.api.ImageInspect(ctx, digest)
 	if cerrdefs.IsNotFound(err) {
-		return image.Image{}, hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it any more", digest, fault.ErrNotFound), "Pull or load the image again.")
+		return image.Image{}, hint(
+			fmt.Errorf("image %s: %w: the Docker daemon does not have it any more", digest, fault.ErrNotFound),
+			"Pull or load the image again.")
 	}
 	if err != nil {
 		return image.Image{}, i.b.explain(ctx, err)
@@ -78,7 +82,8 @@ func (i Images) follow(ctx context.Context, r io.Reader, progress func(image.Pro
 
 func describeImage(name string, got dockerimage.InspectResponse) image.Image {
 	img := image.Image{
-		Name: familiar(strings.TrimPrefix(name, "docker://")), Digest: got.ID, Bytes: got.Size, Config: imageConfig(got),
+		Name: familiar(strings.TrimPrefix(name, "docker://")), Digest: got.ID, Bytes: got.Size,
+		Config:   imageConfig(got),
 		Platform: strings.TrimSuffix(got.Os+"/"+got.Architecture+"/"+got.Variant, "/"), Layers: got.RootFS.Layers,
 	}
 	for _, d := range got.RepoDigests {
@@ -101,7 +106,8 @@ func imageConfig(got dockerimage.InspectResponse) image.Config {
 	}
 	c := got.Config
 	out := image.Config{
-		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir, StopSignal: c.StopSignal, Labels: c.Labels,
+		Entrypoint: c.Entrypoint, Cmd: c.Cmd, Env: c.Env, User: c.User, Workdir: c.WorkingDir,
+		StopSignal: c.StopSignal, Labels: c.Labels,
 	}
 	for v := range c.Volumes {
 		out.Volumes = append(out.Volumes, v)
@@ -110,7 +116,9 @@ func imageConfig(got dockerimage.InspectResponse) image.Config {
 		out.ExposedPorts = append(out.ExposedPorts, p)
 	}
 	if h := c.Healthcheck; h != nil {
-		out.Healthcheck = &image.Healthcheck{Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries}
+		out.Healthcheck = &image.Healthcheck{
+			Test: h.Test, Interval: h.Interval, Timeout: h.Timeout, StartPeriod: h.StartPeriod, Retries: h.Retries,
+		}
 	}
 	return out
 }
@@ -164,7 +172,8 @@ func (i Images) Import(ctx context.Context, name, source string) (image.Image, e
 func (i Images) importDir(ctx context.Context, name, dir string) (image.Image, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, "tar", "--numeric-owner", "--xattrs", "--xattrs-include=*", "-C", dir, "-cf", "-", ".")
+	cmd := exec.CommandContext(ctx, "tar", "--numeric-owner", "--xattrs", "--xattrs-include=*",
+		"-C", dir, "-cf", "-", ".")
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		return image.Image{}, err
@@ -212,7 +221,8 @@ func (i Images) ImportFrom(ctx context.Context, name string, r io.Reader) (image
 	if saved(head[:n]) {
 		return i.load(ctx, name, all)
 	}
-	out, err := i.b.api.ImageImport(ctx, dockerimage.ImportSource{Source: all, SourceName: "-"}, name, dockerimage.ImportOptions{Changes: plainChanges})
+	out, err := i.b.api.ImageImport(ctx, dockerimage.ImportSource{Source: all, SourceName: "-"}, name,
+		dockerimage.ImportOptions{Changes: plainChanges})
 	if err != nil {
 		return image.Image{}, i.b.explain(ctx, err)
 	}
@@ -304,7 +314,8 @@ func (i Images) Remove(ctx context.Context, ref string, inUse func(digest string
 	}
 	_, err = i.b.api.ImageRemove(ctx, ref, dockerimage.RemoveOptions{PruneChildren: true})
 	if cerrdefs.IsConflict(err) {
-		return fmt.Errorf("image %s: %w: %s", ref, fault.ErrBusy, strings.TrimPrefix(err.Error(), "Error response from daemon: "))
+		return fmt.Errorf("image %s: %w: %s", ref, fault.ErrBusy,
+			strings.TrimPrefix(err.Error(), "Error response from daemon: "))
 	}
 	return i.b.explain(ctx, err)
 }

@@ -96,7 +96,8 @@ func (b *Backend) layers(ctx context.Context, c box) (upper string, lower []stri
 		if err != nil {
 			return "", nil, err
 		}
-		if upper, lower, err = mountedLayers(fmt.Sprintf("/proc/%d/mountinfo", c.State.Pid), shim+"/mountinfo"); err != nil {
+		if upper, lower, err = mountedLayers(fmt.Sprintf("/proc/%d/mountinfo", c.State.Pid),
+			shim+"/mountinfo"); err != nil {
 			return "", nil, fmt.Errorf("container %s: %w", c.ID, err)
 		}
 		b.keepLayers(c, layerDirs{upper, lower})
@@ -141,7 +142,8 @@ func mountedLayers(process, shim string) (upper string, lower []string, err erro
 		return "", nil, err
 	}
 	if len(infos) == 0 {
-		return "", nil, fmt.Errorf("%w: its root filesystem is not the one that the engine has mounted", fault.ErrUnsupported)
+		return "", nil, fmt.Errorf("%w: its root filesystem is not the one that the engine has mounted",
+			fault.ErrUnsupported)
 	}
 	for _, i := range infos {
 		opts := overlayOptions(i.VFSOptions)
@@ -154,7 +156,8 @@ func mountedLayers(process, shim string) (upper string, lower []string, err erro
 		upper = unescape(upper)
 	}
 	if !filepath.IsAbs(upper) {
-		return "", nil, fmt.Errorf("%w: the mount table names the upperdir %q, which leads nowhere", fault.ErrUnsupported, upper)
+		return "", nil, fmt.Errorf("%w: the mount table names the upperdir %q, which leads nowhere",
+			fault.ErrUnsupported, upper)
 	}
 	for i, dir := range lower {
 		// Docker mounts many layers by names relative to its overlay2 directory,
@@ -233,7 +236,9 @@ func managed(c box) map[string]string {
 	if c.HostConfig.NetworkMode.IsContainer() {
 		return files // those of another container
 	}
-	for target, file := range map[string]string{"/etc/hosts": c.HostsPath, "/etc/hostname": c.HostnamePath, "/etc/resolv.conf": c.ResolvConfPath} {
+	for target, file := range map[string]string{
+		"/etc/hosts": c.HostsPath, "/etc/hostname": c.HostnamePath, "/etc/resolv.conf": c.ResolvConfPath,
+	} {
 		hidden := slices.ContainsFunc(c.Mounts, func(m container.MountPoint) bool {
 			at := path.Clean(m.Destination)
 			return at == target || at == "/etc"
@@ -345,7 +350,8 @@ func shim(c box) (binary, root string, environ []string) {
 		Binary string `json:"binary_name"`
 		Root   string `json:"root"`
 	}
-	if data, err := os.ReadFile(filepath.Join(bundle, "options.json")); err == nil && json.Unmarshal(data, &opts) == nil {
+	if data, err := os.ReadFile(filepath.Join(bundle, "options.json")); err == nil &&
+		json.Unmarshal(data, &opts) == nil {
 		binary, root = cmp.Or(binary, opts.Binary), opts.Root
 	}
 	if root != "" {
@@ -371,7 +377,8 @@ func runtimeRoot(c box, told string) string {
 		runs = append([]string{filepath.Dir(filepath.Dir(c.NetworkSettings.SandboxKey))}, runs...)
 	}
 	for _, run := range runs {
-		roots = append(roots, filepath.Join(run, "runtime-"+c.HostConfig.Runtime, "moby"), filepath.Join(run, "runtime-runc", "moby"))
+		roots = append(roots, filepath.Join(run, "runtime-"+c.HostConfig.Runtime, "moby"),
+			filepath.Join(run, "runtime-runc", "moby"))
 		more, _ := filepath.Glob(filepath.Join(run, "runtime-*", "moby"))
 		roots = append(roots, more...)
 	}
@@ -406,12 +413,15 @@ func (b *Backend) restorable(ctx context.Context, c box, wrapped bool) (why, rem
 	if why = restoresItself(info, c); why == "" {
 		return "", "", nil
 	}
-	return fmt.Sprintf("container %s runs under the OCI runtime %s, which restores nothing, and %s", name, cmp.Or(c.HostConfig.Runtime, "runc"), why),
+	return fmt.Sprintf("container %s runs under the OCI runtime %s, which restores nothing, and %s", name,
+			cmp.Or(c.HostConfig.Runtime, "runc"), why),
 		b.again(info, c), nil
 }
 
 func remapped(info *system.Info) bool {
-	return slices.ContainsFunc(info.SecurityOptions, func(s string) bool { return s == "name=userns" || strings.HasPrefix(s, "name=userns,") })
+	return slices.ContainsFunc(info.SecurityOptions, func(s string) bool {
+		return s == "name=userns" || strings.HasPrefix(s, "name=userns,")
+	})
 }
 
 // again says how to make a container again so that it can be restored.

@@ -26,7 +26,9 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 	if err != nil {
 		return err
 	}
-	ask := container.LogsOptions{ShowStdout: true, ShowStderr: true, Timestamps: opts.Timestamps, Follow: opts.Follow && c.live(), Tail: "all"}
+	ask := container.LogsOptions{
+		ShowStdout: true, ShowStderr: true, Timestamps: opts.Timestamps, Follow: opts.Follow && c.live(), Tail: "all",
+	}
 	if !opts.Since.IsZero() {
 		ask.Since = fmt.Sprintf("%d.%09d", opts.Since.Unix(), opts.Since.Nanosecond())
 		if opts.Since.After(time.Now()) && !ask.Follow {
@@ -45,12 +47,15 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 }
 
 // readLog passes a log's messages on; a terminal's go to raw as they are.
-func (b *Backend) readLog(ctx context.Context, c box, ask container.LogsOptions, fn func(stderr bool, message []byte) error, raw io.Writer) error {
+func (b *Backend) readLog(
+	ctx context.Context, c box, ask container.LogsOptions, fn func(stderr bool, message []byte) error, raw io.Writer,
+) error {
 	r, err := b.api.ContainerLogs(ctx, c.ID, ask)
 	if err != nil {
 		err = b.explain(ctx, err)
 		if strings.Contains(err.Error(), "does not support reading") {
-			return hint(fmt.Errorf("%w: %w", fault.ErrUnsupported, err), "The daemon has another place for this container's log (docker inspect -f '{{.HostConfig.LogConfig.Type}}').")
+			return hint(fmt.Errorf("%w: %w", fault.ErrUnsupported, err),
+				"The daemon has another place for this container's log (docker inspect -f '{{.HostConfig.LogConfig.Type}}').")
 		}
 		return err
 	}

@@ -66,7 +66,8 @@ func (b *Backend) joinNetwork(ctx context.Context, group string) (seat, error) {
 	}
 	subnet, err := netip.ParsePrefix(n.IPAM.Config[0].Subnet)
 	if err != nil || !subnet.Addr().Is4() {
-		return seat{}, fmt.Errorf("docker network %s: subnet %q: %w", name, n.IPAM.Config[0].Subnet, fault.ErrUnsupported)
+		return seat{}, fmt.Errorf("docker network %s: subnet %q: %w", name,
+			n.IPAM.Config[0].Subnet, fault.ErrUnsupported)
 	}
 	taken := map[netip.Addr]bool{subnet.Masked().Addr(): true, subnet.Masked().Addr().Next(): true}
 	if gateway, err := netip.ParseAddr(n.IPAM.Config[0].Gateway); err == nil {
@@ -92,7 +93,8 @@ func (b *Backend) joinNetwork(ctx context.Context, group string) (seat, error) {
 			return seat{name, a, macOf(a)}, nil
 		}
 	}
-	return seat{}, hint(fmt.Errorf("docker network %s: %w: every address of %s is taken", name, fault.ErrBusy, subnet), "Remove sandboxes that are not needed any more, or use another --network group.")
+	return seat{}, hint(fmt.Errorf("docker network %s: %w: every address of %s is taken", name, fault.ErrBusy, subnet),
+		"Remove sandboxes that are not needed any more, or use another --network group.")
 }
 
 func perNetworkMAC(api string) bool { return !versions.LessThan(api, "1.44") }
@@ -112,7 +114,9 @@ func macOf(a netip.Addr) string {
 
 // users lists the containers on a network, those that do not run included.
 func (b *Backend) users(ctx context.Context, name string) ([]container.Summary, error) {
-	list, err := b.api.ContainerList(ctx, container.ListOptions{All: true, Filters: filters.NewArgs(filters.Arg("network", name))})
+	list, err := b.api.ContainerList(ctx, container.ListOptions{
+		All: true, Filters: filters.NewArgs(filters.Arg("network", name)),
+	})
 	return list, b.explain(ctx, err)
 }
 
@@ -158,7 +162,8 @@ func (b *Backend) makeNetwork(ctx context.Context, name, group string) (network.
 func (b *Backend) pruneNetworks(ctx context.Context) error {
 	call, cancel := whole(ctx)
 	defer cancel()
-	list, err := b.api.NetworkList(call, network.ListOptions{Filters: filters.NewArgs(filters.Arg("label", labelRoot+"="+b.root))})
+	list, err := b.api.NetworkList(call, network.ListOptions{Filters: filters.NewArgs(filters.Arg("label",
+		labelRoot+"="+b.root))})
 	if err != nil {
 		return b.explain(call, err)
 	}

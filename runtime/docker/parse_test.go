@@ -22,7 +22,9 @@ func TestOverlayOptions(t *testing.T) {
 			t.Errorf("%s: %q, %q", c.in, got["upperdir"], got["lowerdir"])
 		}
 	}
-	for in, want := range map[string]string{`/a\,b`: "/a,b", `/a\040b`: "/a b", `/a\\b`: `/a\b`, `/a\134\072b`: `/a\:b`, "/plain": "/plain"} {
+	for in, want := range map[string]string{
+		`/a\,b`: "/a,b", `/a\040b`: "/a b", `/a\\b`: `/a\b`, `/a\134\072b`: `/a\:b`, "/plain": "/plain",
+	} {
 		if got := unescape(in); got != want {
 			t.Errorf("unescape(%s) = %s, want %s", in, got, want)
 		}
@@ -65,8 +67,10 @@ func TestRestoresItself(t *testing.T) {
 		network      string
 		does         bool
 	}{
-		{"20.10.24+dfsg1", true, "bridge", true}, {"20.10.24+dfsg1", false, "bridge", false}, {"27.5.1", true, "none", true},
-		{"28.5.2+dfsg4", true, "bridge", false}, {"28.5.2+dfsg4", true, "none", false}, {"29.0.0", true, "own", false}, {"dev", true, "bridge", false},
+		{"20.10.24+dfsg1", true, "bridge", true}, {"20.10.24+dfsg1", false, "bridge", false},
+		{"27.5.1", true, "none", true},
+		{"28.5.2+dfsg4", true, "bridge", false}, {"28.5.2+dfsg4", true, "none", false}, {"29.0.0", true, "own", false},
+		{"dev", true, "bridge", false},
 		{"28.5.2+dfsg4", true, "host", true}, {"28.5.2+dfsg4", false, "host", false},
 	} {
 		why := restoresItself(&system.Info{ServerVersion: c.version, ExperimentalBuild: c.experimental}, of(c.network))
@@ -80,7 +84,8 @@ func TestSavedImages(t *testing.T) {
 	head := func(name string) []byte { return append([]byte(name), make([]byte, 512-len(name))...) }
 	id := "fa28a273b47cc364220db776930e1775b1f92ae768ea6802fa5202d44f34d741"
 	for name, want := range map[string]bool{
-		id + "/": true, id + "/layer.tar": true, id + ".json": true, "manifest.json": true, "oci-layout": true, "blobs/": true, "./index.json": true,
+		id + "/": true, id + "/layer.tar": true, id + ".json": true, "manifest.json": true, "oci-layout": true,
+		"blobs/": true, "./index.json": true,
 		"./": false, "bin/": false, "etc/passwd": false, id: false, "./" + id[:63] + "/": false,
 	} {
 		if got := saved(head(name)); got != want {

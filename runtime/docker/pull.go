@@ -25,7 +25,8 @@ import (
 func (i Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (image.Image, error) {
 	parsed, err := reference.Parse(ref, "")
 	if err == nil && parsed.Transport != reference.Docker {
-		return image.Image{}, hint(fmt.Errorf("%w: the Docker daemon does not pull from %s", fault.ErrUnsupported, parsed),
+		return image.Image{}, hint(fmt.Errorf("%w: the Docker daemon does not pull from %s",
+			fault.ErrUnsupported, parsed),
 			fmt.Sprintf("Bring it there by way of agentbox's own images: agentbox image pull %[1]s, then agentbox image push %[1]s docker-daemon:NAME", ref))
 	}
 	if opts.Policy != image.PullAlways {
@@ -38,7 +39,9 @@ func (i Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 		return image.Image{}, err
 	}
 	if opts.Source.Insecure {
-		return image.Image{}, hint(fmt.Errorf("%w: which registries may be insecure is the Docker daemon's to say", fault.ErrUnsupported), "Name them as insecure-registries in its daemon.json.")
+		return image.Image{}, hint(
+			fmt.Errorf("%w: which registries may be insecure is the Docker daemon's to say", fault.ErrUnsupported),
+			"Name them as insecure-registries in its daemon.json.")
 	}
 	if opts.Source.Timeout > 0 {
 		var cancel context.CancelFunc
@@ -53,7 +56,8 @@ func (i Images) Pull(ctx context.Context, ref string, opts image.PullOptions) (i
 
 func (i Images) pull(ctx context.Context, ref string, parsed reference.Reference, opts image.PullOptions) error {
 	failed := func(err error) error {
-		return hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it and cannot pull it: %w", ref, fault.ErrNotFound, err),
+		return hint(fmt.Errorf("image %s: %w: the Docker daemon does not have it and cannot pull it: %w", ref,
+			fault.ErrNotFound, err),
 			fmt.Sprintf("Check the name, load it (docker load), or make it of a root filesystem: agentbox --backend docker image import %s ROOTFS.tar", ref))
 	}
 	i.b.log.Info("image pull started", "image", ref)
@@ -62,7 +66,9 @@ func (i Images) pull(ctx context.Context, ref string, parsed reference.Reference
 		return err
 	}
 	// With a tag or a digest, else the daemon pulls every tag there is.
-	r, err := i.b.api.ImagePull(ctx, parsed.String(), dockerimage.PullOptions{RegistryAuth: auth, Platform: opts.Source.Platform})
+	r, err := i.b.api.ImagePull(ctx, parsed.String(), dockerimage.PullOptions{
+		RegistryAuth: auth, Platform: opts.Source.Platform,
+	})
 	if err != nil {
 		if e := i.b.explain(ctx, err); ctx.Err() != nil || errors.Is(e, fault.ErrUnsupported) {
 			return e
@@ -95,7 +101,8 @@ func credentials(repository string) (string, error) {
 		return "", err
 	}
 	return registry.EncodeAuthConfig(registry.AuthConfig{
-		Username: cfg.Username, Password: cfg.Password, IdentityToken: cfg.IdentityToken, RegistryToken: cfg.RegistryToken, ServerAddress: repo.RegistryStr(),
+		Username: cfg.Username, Password: cfg.Password, IdentityToken: cfg.IdentityToken,
+		RegistryToken: cfg.RegistryToken, ServerAddress: repo.RegistryStr(),
 	})
 }
 
@@ -150,14 +157,19 @@ func (i Images) Inspect(ctx context.Context, ref string) (image.Details, error) 
 		return image.Details{}, i.b.explain(ctx, err)
 	}
 	for _, s := range slices.Backward(steps) {
-		out.History = append(out.History, image.History{Created: time.Unix(s.Created, 0).UTC(), CreatedBy: s.CreatedBy, Comment: s.Comment, Empty: s.Size == 0, Bytes: s.Size})
+		out.History = append(out.History, image.History{
+			Created: time.Unix(s.Created, 0).UTC(), CreatedBy: s.CreatedBy, Comment: s.Comment,
+			Empty: s.Size == 0, Bytes: s.Size,
+		})
 	}
 	return out, nil
 }
 
 // Prune removes images as `docker image prune` does, but none that is in use by
 // checkpoints, of which the daemon knows nothing.
-func (i Images) Prune(ctx context.Context, all bool, inUse func(digest string) bool) (removed []image.Image, freed int64, err error) {
+func (i Images) Prune(
+	ctx context.Context, all bool, inUse func(digest string) bool,
+) (removed []image.Image, freed int64, err error) {
 	list, err := i.b.api.ImageList(ctx, dockerimage.ListOptions{})
 	if err != nil {
 		return nil, 0, i.b.explain(ctx, err)

@@ -41,7 +41,8 @@ func shimSocket(bundle string) (path string, version int) {
 		Address, Protocol string
 		Version           int
 	}
-	if data, err := os.ReadFile(filepath.Join(bundle, "bootstrap.json")); err == nil && json.Unmarshal(data, &told) == nil && told.Protocol == "ttrpc" {
+	if data, err := os.ReadFile(filepath.Join(bundle, "bootstrap.json")); err == nil &&
+		json.Unmarshal(data, &told) == nil && told.Protocol == "ttrpc" {
 		return strings.TrimPrefix(told.Address, "unix://"), told.Version
 	}
 	address, _ := os.ReadFile(filepath.Join(bundle, "address"))
@@ -76,7 +77,8 @@ func (h handle) ask(ctx context.Context) error {
 	defer client.Close()
 	// The messages are the same in all versions.
 	service := fmt.Sprintf("containerd.task.v%d.Task", max(h.Version, 2))
-	if err := client.Call(ctx, service, "Resume", &task.ResumeRequest{ID: h.Runtime.ID}, new(emptypb.Empty)); err != nil {
+	if err := client.Call(ctx, service, "Resume", &task.ResumeRequest{ID: h.Runtime.ID},
+		new(emptypb.Empty)); err != nil {
 		return fmt.Errorf("shim: %w", err)
 	}
 	return nil

@@ -27,7 +27,9 @@ func imageStore(info *system.Info) bool {
 }
 
 // snapshotLayers asks the daemon's containerd for a container's directories.
-func (b *Backend) snapshotLayers(ctx context.Context, snapshotter, id string) (upper string, lower []string, err error) {
+func (b *Backend) snapshotLayers(
+	ctx context.Context, snapshotter, id string,
+) (upper string, lower []string, err error) {
 	info, err := b.info(ctx, false)
 	if err != nil {
 		return "", nil, err
@@ -37,12 +39,15 @@ func (b *Backend) snapshotLayers(ctx context.Context, snapshotter, id string) (u
 	}
 	ctx, cancel := context.WithTimeout(ctx, grace)
 	defer cancel()
-	conn, err := grpc.NewClient("unix:"+strings.TrimPrefix(info.Containerd.Address, "unix://"), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	conn, err := grpc.NewClient("unix:"+strings.TrimPrefix(info.Containerd.Address, "unix://"),
+		grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
 		return "", nil, err
 	}
 	defer conn.Close()
-	got, err := snapshots.NewSnapshotsClient(conn).Mounts(namespaces.WithNamespace(ctx, info.Containerd.Namespaces.Containers), &snapshots.MountsRequest{Snapshotter: snapshotter, Key: id})
+	got, err := snapshots.NewSnapshotsClient(conn).Mounts(
+		namespaces.WithNamespace(ctx, info.Containerd.Namespaces.Containers),
+		&snapshots.MountsRequest{Snapshotter: snapshotter, Key: id})
 	if err != nil {
 		return "", nil, fmt.Errorf("containerd: %w", err)
 	}

@@ -70,7 +70,8 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		}
 		undo.Add(func(context.Context) error { return stage.At(b.stageRun, c.ID).ClearStart() })
 	case restores && restoresItself(info, c) != "":
-		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing, and %s: %w", id, c.HostConfig.Runtime, restoresItself(info, c), fault.ErrUnsupported)
+		return nil, fmt.Errorf("container %s runs under the OCI runtime %s, which restores nothing, and %s: %w", id,
+			c.HostConfig.Runtime, restoresItself(info, c), fault.ErrUnsupported)
 	case restores:
 		if start.CheckpointID, err = b.layOutCheckpoint(c); err != nil {
 			return nil, err
@@ -106,7 +107,8 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 		return nil, err
 	}
 	if start.CheckpointID != "" {
-		if err := errors.Join(stage.At(b.stageRun, c.ID).MarkRestored(), stage.At(b.stageRun, c.ID).ClearRestored(), b.dropCheckpoints(c)); err != nil {
+		if err := errors.Join(stage.At(b.stageRun, c.ID).MarkRestored(), stage.At(b.stageRun, c.ID).ClearRestored(),
+			b.dropCheckpoints(c)); err != nil {
 			return nil, err
 		}
 	}

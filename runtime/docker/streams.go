@@ -68,7 +68,10 @@ func (b *Backend) attach(ctx context.Context, c box, s runtime.Streams, endInput
 	}), nil
 }
 
-func attachment(ctx context.Context, conn types.HijackedResponse, s runtime.Streams, terminal bool, resize func(container.ResizeOptions) error) *streams.Attachment {
+func attachment(
+	ctx context.Context, conn types.HijackedResponse, s runtime.Streams, terminal bool,
+	resize func(container.ResizeOptions) error,
+) *streams.Attachment {
 	a := streams.New(ctx, hijacked{&conn, terminal}, s, terminal, nil, func(size runtime.Size) {
 		_ = resize(container.ResizeOptions{Height: uint(size.Height), Width: uint(size.Width)})
 	})

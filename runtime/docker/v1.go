@@ -54,7 +54,10 @@ func (i Images) V1(ctx context.Context, digest string) (v1.Image, error) {
 // configFile makes a configuration of the daemon's description. It is equivalent to the
 // original, but not byte for byte.
 func configFile(got dockerimage.InspectResponse, steps []dockerimage.HistoryResponseItem) (*v1.ConfigFile, error) {
-	cfg := &v1.ConfigFile{Architecture: got.Architecture, Variant: got.Variant, OS: got.Os, OSVersion: got.OsVersion, Author: got.Author, RootFS: v1.RootFS{Type: "layers"}}
+	cfg := &v1.ConfigFile{
+		Architecture: got.Architecture, Variant: got.Variant, OS: got.Os, OSVersion: got.OsVersion, Author: got.Author,
+		RootFS: v1.RootFS{Type: "layers"},
+	}
 	created, err := time.Parse(time.RFC3339Nano, got.Created)
 	if err == nil {
 		cfg.Created = v1.Time{Time: created}
@@ -76,7 +79,10 @@ func configFile(got dockerimage.InspectResponse, steps []dockerimage.HistoryResp
 	}
 	full := 0
 	for _, s := range slices.Backward(steps) {
-		h := v1.History{Created: v1.Time{Time: time.Unix(s.Created, 0).UTC()}, CreatedBy: s.CreatedBy, Comment: s.Comment, EmptyLayer: s.Size == 0}
+		h := v1.History{
+			Created: v1.Time{Time: time.Unix(s.Created, 0).UTC()}, CreatedBy: s.CreatedBy, Comment: s.Comment,
+			EmptyLayer: s.Size == 0,
+		}
 		if !h.EmptyLayer {
 			full++
 		}
@@ -256,5 +262,6 @@ func writeArchive(w io.Writer, img v1.Image, whole bool) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(put("config.json", int64(len(config)), bytes.NewReader(config)), put("manifest.json", int64(len(manifest)), bytes.NewReader(manifest)), out.Close())
+	return errors.Join(put("config.json", int64(len(config)), bytes.NewReader(config)),
+		put("manifest.json", int64(len(manifest)), bytes.NewReader(manifest)), out.Close())
 }

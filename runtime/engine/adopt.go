@@ -90,10 +90,13 @@ func (e *core) adopt(ctx context.Context, backend, ref string) (store.Sandbox, e
 	}
 	if !s.Adopted {
 		// Created by an agentbox with another root, or just being created.
-		return sb, hint(fmt.Errorf("container %s is a sandbox (%s) of another root: %w", ref, s.Name, runtime.ErrNotFound), "Name that root with --root.")
+		return sb, hint(
+			fmt.Errorf("container %s is a sandbox (%s) of another root: %w", ref, s.Name, runtime.ErrNotFound),
+			"Name that root with --root.")
 	}
 	row := store.Sandbox{
-		ID: s.ID, Name: backend + "://" + s.Name, Backend: backend, Image: s.Image, ImageDigest: s.ImageDigest, Attempt: 1, Labels: s.Labels,
+		ID: s.ID, Name: backend + "://" + s.Name, Backend: backend, Image: s.Image, ImageDigest: s.ImageDigest,
+		Attempt: 1, Labels: s.Labels,
 	}
 	s.Name, s.Backend = row.Name, backend
 	if row.Spec, err = json.Marshal(s); err != nil {
@@ -110,11 +113,13 @@ func (e *core) adopt(ctx context.Context, backend, ref string) (store.Sandbox, e
 			now, e2 := host.Adopt(ctx, old.ID)
 			switch {
 			case errors.Is(e2, runtime.ErrNotFound):
-				err = errors.Join(e.events.drop(old.ID), e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, row))
+				err = errors.Join(e.events.drop(old.ID), e.store.DeleteSandbox(ctx, old.ID),
+					e.store.PutSandbox(ctx, row))
 			case e2 == nil && now.ID == old.ID && backend+"://"+now.Name != old.Name:
 				// It was renamed since, and this container got its old name.
 				old.Name = backend + "://" + now.Name
-				err = errors.Join(e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, old), e.store.PutSandbox(ctx, row))
+				err = errors.Join(e.store.DeleteSandbox(ctx, old.ID), e.store.PutSandbox(ctx, old),
+					e.store.PutSandbox(ctx, row))
 			}
 		}
 	}

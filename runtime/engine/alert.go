@@ -45,7 +45,8 @@ func checkAlert(o runtime.RestoreOptions) error {
 		u, err := url.Parse(o.Alert)
 		if err != nil || u.Host == "" || u.User != nil || len(o.Alert) > maxAlertURL {
 			// Do not print the URL: it may contain a secret.
-			return fmt.Errorf("%w: the alert's URL: http[s]://HOST/PATH of at most %d bytes, without a user", runtime.ErrInvalid, maxAlertURL)
+			return fmt.Errorf("%w: the alert's URL: http[s]://HOST/PATH of at most %d bytes, without a user",
+				runtime.ErrInvalid, maxAlertURL)
 		}
 		if o.AlertSecret != "" {
 			_, err = alertKey(o.AlertSecret)
@@ -54,7 +55,8 @@ func checkAlert(o runtime.RestoreOptions) error {
 	case o.AlertSecret != "":
 		return fmt.Errorf("%w: an alert's secret signs what is posted to a URL", runtime.ErrInvalid)
 	case !filepath.IsAbs(o.Alert):
-		return fmt.Errorf("%w: alert %.80q: the absolute path of a program, or an http or https URL", runtime.ErrInvalid, o.Alert)
+		return fmt.Errorf("%w: alert %.80q: the absolute path of a program, or an http or https URL",
+			runtime.ErrInvalid, o.Alert)
 	}
 	if _, err := policy.Trusted(o.Alert); err != nil {
 		return fmt.Errorf("root runs the alert, and %w", err)
@@ -78,7 +80,9 @@ func alertKey(file string) ([]byte, error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() || info.Mode().Perm()&0o077 != 0 {
-		return nil, hint(fmt.Errorf("%w: the alert's secret, %s, can be read by others than root", runtime.ErrDenied, file), "Run 'chmod 0600 "+file+"'.")
+		return nil, hint(
+			fmt.Errorf("%w: the alert's secret, %s, can be read by others than root", runtime.ErrDenied, file),
+			"Run 'chmod 0600 "+file+"'.")
 	}
 	key, err := io.ReadAll(io.LimitReader(f, maxAlertSecret+int64(len("\r\n"))+1))
 	// Remove one end of line, as an editor or echo adds it; a second one belongs to the key.
@@ -86,7 +90,8 @@ func alertKey(file string) ([]byte, error) {
 		key = bytes.TrimSuffix(line, []byte("\r"))
 	}
 	if err == nil && (len(key) < minAlertSecret || len(key) > maxAlertSecret) {
-		err = fmt.Errorf("%w: the alert's secret has to have %d to %d bytes", runtime.ErrInvalid, minAlertSecret, maxAlertSecret)
+		err = fmt.Errorf("%w: the alert's secret has to have %d to %d bytes", runtime.ErrInvalid,
+			minAlertSecret, maxAlertSecret)
 	}
 	return key, err
 }
@@ -142,7 +147,9 @@ func post(ctx context.Context, o runtime.RestoreOptions, body []byte) error {
 		req.Header.Set(runtime.AlertSignature, "t="+at+",v1="+hex.EncodeToString(mac.Sum(nil)))
 	}
 	transport := &http.Transport{DisableKeepAlives: true, MaxResponseHeaderBytes: 16 << 10}
-	client := http.Client{Transport: transport, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	client := http.Client{Transport: transport, CheckRedirect: func(*http.Request, []*http.Request) error {
+		return http.ErrUseLastResponse
+	}}
 	resp, err := client.Do(req)
 	if err != nil {
 		var u *url.Error

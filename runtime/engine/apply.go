@@ -17,7 +17,9 @@ func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOption
 	})
 }
 
-func (bx *sandboxes) apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (out runtime.Applied, err error) {
+func (bx *sandboxes) apply(
+	ctx context.Context, ref string, opts runtime.ApplyOptions,
+) (out runtime.Applied, err error) {
 	if opts.DryRun && opts.Undo {
 		return out, fmt.Errorf("%w: --dry-run cannot be combined with --undo", runtime.ErrInvalid)
 	}
@@ -27,7 +29,9 @@ func (bx *sandboxes) apply(ctx context.Context, ref string, opts runtime.ApplyOp
 	}
 	defer sb.lock.Unlock()
 	if sb.host.Original == nil {
-		return out, hint(fmt.Errorf("%w: backend %s has no directory to apply changes to", runtime.ErrUnsupported, sb.Backend), "Volumes have one: agentbox volume create NAME --from DIR")
+		return out, hint(
+			fmt.Errorf("%w: backend %s has no directory to apply changes to", runtime.ErrUnsupported, sb.Backend),
+			"Volumes have one: agentbox volume create NAME --from DIR")
 	}
 	apply := func() (err error) {
 		out, err = sb.host.Original.Apply(ctx, sb.ID, opts)
@@ -54,7 +58,8 @@ func (bx *sandboxes) apply(ctx context.Context, ref string, opts runtime.ApplyOp
 		return failpoint.Hit("apply.after-backend")
 	})
 	if err == nil {
-		bx.log.Info("changes applied", "sandbox", sb.ID, "original", out.Original, "changes", len(out.Changes), "undone", out.Undone)
+		bx.log.Info("changes applied", "sandbox", sb.ID, "original", out.Original, "changes",
+			len(out.Changes), "undone", out.Undone)
 	}
 	return out, err
 }

@@ -16,7 +16,9 @@ import (
 // TestRestoreAside: a restore without an undo checkpoint that fails puts the displaced files
 // back, and makes no checkpoint for that.
 func TestRestoreAside(t *testing.T) {
-	for _, broken := range []string{"overlay.update.op", "overlay.update.end", "restore.after-apply", "restore.after-proof", ""} {
+	for _, broken := range []string{
+		"overlay.update.op", "overlay.update.end", "restore.after-apply", "restore.after-proof", "",
+	} {
 		t.Run(broken, func(t *testing.T) {
 			r := newRig(t, nil)
 			sb := r.create(t, "box")
@@ -29,12 +31,14 @@ func TestRestoreAside(t *testing.T) {
 					}
 				}
 			}
-			steps(os.Mkdir(at("dir"), 0o750), os.WriteFile(at("dir/goes"), []byte("goes"), 0o600), os.WriteFile(at("file"), []byte("old"), 0o600))
+			steps(os.Mkdir(at("dir"), 0o750), os.WriteFile(at("dir/goes"), []byte("goes"), 0o600),
+				os.WriteFile(at("file"), []byte("old"), 0o600))
 			if _, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{}); err != nil {
 				t.Fatal(err)
 			}
 			then := contents(t, sb.Upperdir)
-			steps(os.RemoveAll(at("dir")), os.WriteFile(at("dir"), []byte("a file now"), 0o600), os.Remove(at("file")), os.Mkdir(at("file"), 0o700),
+			steps(os.RemoveAll(at("dir")), os.WriteFile(at("dir"), []byte("a file now"), 0o600), os.Remove(at("file")),
+				os.Mkdir(at("file"), 0o700),
 				os.WriteFile(at("file/in"), []byte(strings.Repeat("a directory now ", 5000)), 0o640))
 			want := contents(t, sb.Upperdir)
 			if broken == "" {

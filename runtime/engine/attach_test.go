@@ -80,7 +80,8 @@ func TestAttachFrozen(t *testing.T) {
 	frozen := 0
 	b.then = func() {
 		frozen++
-		h.must(os.WriteFile(h.paths[0], []byte("FROZEN!!!"), 0o600), os.Chtimes(h.paths[0], info.ModTime(), info.ModTime()), os.Remove(h.paths[2]))
+		h.must(os.WriteFile(h.paths[0], []byte("FROZEN!!!"), 0o600),
+			os.Chtimes(h.paths[0], info.ModTime(), info.ModTime()), os.Remove(h.paths[2]))
 		f, err := os.OpenFile(h.paths[1], os.O_RDWR, 0)
 		h.must(err)
 		t.Cleanup(func() { f.Close() })
@@ -94,11 +95,15 @@ func TestAttachFrozen(t *testing.T) {
 	}
 	c, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: many, FilesOnly: true})
 	h.must(err)
-	if frozen != 1 || c.Attached[0].Size != 9 || c.Attached[1].Size != 3<<20 || !c.Attached[2].Absent || c.Attached[14].Path != many[14] {
+	if frozen != 1 || c.Attached[0].Size != 9 || c.Attached[1].Size != 3<<20 || !c.Attached[2].Absent ||
+		c.Attached[14].Path != many[14] {
 		t.Errorf("frozen %d times: %+v", frozen, c.Attached)
 	}
 	_, texts := h.attached(c.ID)
-	want := []string{"FROZEN!!!", string(large), "more7", "more8", "more9", "more10", "more11", "more0", "more1", "more2", "more3", "more4", "more5", "more6"}
+	want := []string{
+		"FROZEN!!!", string(large), "more7", "more8", "more9", "more10", "more11", "more0", "more1", "more2", "more3",
+		"more4", "more5", "more6",
+	}
 	if !slices.Equal(texts, want) {
 		t.Errorf("%.300q", texts)
 	}
@@ -153,7 +158,10 @@ func TestAttachUnclean(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()
 	h.must(os.Mkdir(filepath.Join(dir, "d"), 0o700), os.WriteFile(filepath.Join(dir, "f"), nil, 0o600))
-	for _, path := range []string{dir + "/", dir + "/d/", dir + "/f/", dir + "//f", dir + "/./f", dir + "/d/../f", dir + "/.", dir + "/..", "/", "//"} {
+	for _, path := range []string{
+		dir + "/", dir + "/d/", dir + "/f/", dir + "//f", dir + "/./f", dir + "/d/../f", dir + "/.",
+		dir + "/..", "/", "//",
+	} {
 		_, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{path}})
 		if !errors.Is(err, runtime.ErrInvalid) || !strings.Contains(err.Error(), "without a slash") {
 			t.Errorf("%q: %v", path, err)
@@ -171,7 +179,8 @@ func TestAttachExact(t *testing.T) {
 	name, value := filepath.Join(at, "f"), bytes.Repeat([]byte("x"), 20_000)
 	old := time.Date(1902, 3, 4, 5, 6, 7, 123456789, time.UTC) // before what most disks know
 	then := func() {
-		h.must(os.WriteFile(name, []byte("then"), 0o600), unix.Setxattr(name, "trusted.big", value, 0), os.Chtimes(name, old, old))
+		h.must(os.WriteFile(name, []byte("then"), 0o600), unix.Setxattr(name, "trusted.big", value, 0),
+			os.Chtimes(name, old, old))
 	}
 	then()
 	if info, err := os.Stat(name); err != nil || !info.ModTime().Equal(old) {
@@ -180,7 +189,8 @@ func TestAttachExact(t *testing.T) {
 	c, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{name}})
 	h.must(err)
 	files, texts := h.attached(c.ID)
-	if len(files) != 1 || texts[0] != "then" || files[0].Mtime != (overlay.Time{Sec: old.Unix(), Nsec: 123456789}) || files[0].Xattrs["trusted.big"] != string(value) {
+	if len(files) != 1 || texts[0] != "then" || files[0].Mtime != (overlay.Time{Sec: old.Unix(), Nsec: 123456789}) ||
+		files[0].Xattrs["trusted.big"] != string(value) {
 		t.Errorf("%.300v %q", files, texts)
 	}
 	h.must(os.Remove(name), os.WriteFile(name, []byte("now"), 0o600))
@@ -217,7 +227,8 @@ func TestAttachPullKilled(t *testing.T) {
 		t.Fatalf("ready %v: %+v", ready, c)
 	}
 	out, err := h.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: h.then.ID})
-	if h.must(err); !strings.Contains(fmt.Sprint(out.Warnings), "comes from elsewhere") || !slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) {
+	if h.must(err); !strings.Contains(fmt.Sprint(out.Warnings), "comes from elsewhere") ||
+		!slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) {
 		t.Errorf("%+v", out)
 	}
 	h.are("now", "then")
@@ -260,7 +271,9 @@ func (h *hosts) stuck() (file, below string, gate *sync.RWMutex) {
 	var st unix.Stat_t
 	h.must(unix.Stat(dir, &st))
 	gate = &sync.RWMutex{}
-	server, err := fusefs.Mount(at, &stuck{fusefs.LoopbackNode{RootData: &fusefs.LoopbackRoot{Path: dir, Dev: st.Dev}}, gate},
+	server, err := fusefs.Mount(at, &stuck{
+		fusefs.LoopbackNode{RootData: &fusefs.LoopbackRoot{Path: dir, Dev: st.Dev}}, gate,
+	},
 		&fusefs.Options{MountOptions: fuse.MountOptions{DirectMountStrict: true}})
 	h.must(err)
 	h.t.Cleanup(func() { h.must(server.Unmount()) })
@@ -286,7 +299,8 @@ func TestAttachedStuck(t *testing.T) {
 	select {
 	case got := <-told:
 		gate.Unlock()
-		if !strings.Contains(got, file+" (") || !strings.Contains(got, "has not answered for 1s") || strings.Contains(got, h.paths[0]) || !strings.Contains(got, "is pinned") {
+		if !strings.Contains(got, file+" (") || !strings.Contains(got, "has not answered for 1s") ||
+			strings.Contains(got, h.paths[0]) || !strings.Contains(got, "is pinned") {
 			t.Error(got)
 		}
 	case <-time.After(20 * time.Second):
@@ -322,7 +336,8 @@ func TestAttachStuck(t *testing.T) {
 	stood := time.Since(frozen)
 	sb, e2 := h.Sandbox(ctx, "box")
 	gate.Unlock()
-	if h.must(e2); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), opts.Attach[0]) || stood > 8*time.Second || sb.Status != runtime.Running {
+	if h.must(e2); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), opts.Attach[0]) ||
+		stood > 8*time.Second || sb.Status != runtime.Running {
 		t.Errorf("%v, frozen for %v, then %s", err, stood, sb.Status)
 	}
 	b.then = nil

@@ -42,7 +42,8 @@ const hostWait = 5 * time.Second
 // attachable resolves the paths of the files to attach, and refuses those that cannot be.
 func (cs *checkpoints) attachable(s runtime.Spec, paths []string) ([]string, error) {
 	if len(paths) > store.MaxAttachedFiles {
-		return nil, fmt.Errorf("%w: %d files to attach, at most %d", runtime.ErrInvalid, len(paths), store.MaxAttachedFiles)
+		return nil, fmt.Errorf("%w: %d files to attach, at most %d", runtime.ErrInvalid, len(paths),
+			store.MaxAttachedFiles)
 	}
 	var list []string
 	for _, path := range paths {
@@ -55,10 +56,12 @@ func (cs *checkpoints) attachable(s runtime.Spec, paths []string) ([]string, err
 		}
 		real, err := hostfile.Resolve(path)
 		if err != nil {
-			return nil, hint(fmt.Errorf("attach %s: %w: its directory: %w", path, runtime.ErrInvalid, err), "The file may be missing, its directory may not.")
+			return nil, hint(fmt.Errorf("attach %s: %w: its directory: %w", path, runtime.ErrInvalid, err),
+				"The file may be missing, its directory may not.")
 		}
 		if !utf8.ValidString(real) { // a manifest could not have it
-			return nil, fmt.Errorf("%w: attach %s: it really is %q, which is not valid UTF-8", runtime.ErrInvalid, path, real)
+			return nil, fmt.Errorf("%w: attach %s: it really is %q, which is not valid UTF-8",
+				runtime.ErrInvalid, path, real)
 		}
 		if slices.Contains(list, real) {
 			return nil, fmt.Errorf("%w: attach %s: it is given twice", runtime.ErrInvalid, path)
@@ -85,7 +88,8 @@ func (cs *checkpoints) mayAttach(s runtime.Spec, path string) error {
 	// Such a mount is of the file, not of its name: the sandbox would go on with the
 	// replaced file, and its writes to that would be lost.
 	if target, rest := mountedAt(s, path); target != "" && rest == "" {
-		return hint(fmt.Errorf("%w: %s is mounted by itself at %s: the sandbox would not see what is put back", runtime.ErrState, path, target),
+		return hint(fmt.Errorf("%w: %s is mounted by itself at %s: the sandbox would not see what is put back",
+			runtime.ErrState, path, target),
 			"Mount the directory that it is in instead.")
 	}
 	p, err := recorded(s)
@@ -156,7 +160,9 @@ func (k *making) takeAttached(ctx context.Context, draft *store.Draft) error {
 // takeHost is hostfile.Take with a bound: Take blocks while its filesystem does not answer,
 // and the filesystem may be served from within the sandbox. While that is frozen, each file
 // has hostLook.
-func takeHost(ctx context.Context, path string, to overlay.Sink, before *hostfile.Taken, frozen bool) (*hostfile.Taken, error) {
+func takeHost(
+	ctx context.Context, path string, to overlay.Sink, before *hostfile.Taken, frozen bool,
+) (*hostfile.Taken, error) {
 	if frozen {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeoutCause(ctx, hostLook,
@@ -386,7 +392,8 @@ func (r *attachedPart) planHosts() {
 }
 
 func (r *attachedPart) hostsLeftText() string {
-	return fmt.Sprintf("host files of the checkpoint (%d) are left as they are: %s", len(r.row.Attached.Paths), r.hostsLeft())
+	return fmt.Sprintf("host files of the checkpoint (%d) are left as they are: %s",
+		len(r.row.Attached.Paths), r.hostsLeft())
 }
 
 // hostReport returns what the restore has done with the attached files.
@@ -426,8 +433,10 @@ func states(ctx context.Context, reader *store.Reader) (map[string]hostfile.Stat
 	out := map[string]hostfile.State{}
 	for i, f := range m.Attached.Paths {
 		entry := files[strconv.Itoa(i)]
-		if f.Absent != (entry == nil) || entry != nil && (entry.Type != overlay.TypeFile || entry.Hardlink != "" || entry.Size != f.Size) {
-			return nil, fmt.Errorf("host file %s of checkpoint %s: %w: its tree is of other files", f.Path, short(m.ID), runtime.ErrCorrupt)
+		if f.Absent != (entry == nil) || entry != nil &&
+			(entry.Type != overlay.TypeFile || entry.Hardlink != "" || entry.Size != f.Size) {
+			return nil, fmt.Errorf("host file %s of checkpoint %s: %w: its tree is of other files", f.Path,
+				short(m.ID), runtime.ErrCorrupt)
 		}
 		s := hostfile.State{Entry: entry}
 		if entry != nil {
@@ -457,7 +466,8 @@ func (r *attachedPart) openHosts(ctx context.Context, wait time.Duration) (*host
 		dir, name := filepath.Split(a.Path)
 		f := &hostFile{path: a.Path, name: name, want: want[a.Path]}
 		if _, ok := want[a.Path]; !ok {
-			return h, r.hostTrouble(fmt.Errorf("host file %s of checkpoint %s: %w: its manifest does not have it", a.Path, short(r.row.ID), runtime.ErrCorrupt))
+			return h, r.hostTrouble(fmt.Errorf("host file %s of checkpoint %s: %w: its manifest does not have it",
+				a.Path, short(r.row.ID), runtime.ErrCorrupt))
 		}
 		h.list = append(h.list, f)
 		byDir[filepath.Clean(dir)] = append(byDir[filepath.Clean(dir)], f)
@@ -483,7 +493,9 @@ func (r *attachedPart) openHosts(ctx context.Context, wait time.Duration) (*host
 }
 
 // lockHosts locks one directory, once even if it has two paths.
-func (cs *checkpoints) lockHosts(ctx context.Context, h *hostFiles, d *hostfile.Dir, path string, until time.Time) error {
+func (cs *checkpoints) lockHosts(
+	ctx context.Context, h *hostFiles, d *hostfile.Dir, path string, until time.Time,
+) error {
 	id, err := d.ID()
 	if err != nil || slices.Contains(h.locked, id) {
 		return err
@@ -507,7 +519,8 @@ func (r *attachedPart) tempOf(f *hostFile) string {
 // hostTrouble makes the error of a host file one that calls the restore off.
 func (r *attachedPart) hostTrouble(err error) error {
 	return hint(calledOff{err},
-		fmt.Sprintf("Mend that and restore again, or leave host files alone with: agentbox restore --no-attached %s %s", r.sb.Name, short(r.row.ID)))
+		fmt.Sprintf("Mend that and restore again, or leave host files alone with: agentbox restore --no-attached %s %s",
+			r.sb.Name, short(r.row.ID)))
 }
 
 // checkHosts proves, as far as possible, that the files can be put back.
@@ -607,7 +620,8 @@ func (r *attachedPart) recallHosts(ctx context.Context) (err error) {
 	for _, f := range r.hosts.list {
 		s, ok := was[f.path]
 		if !ok {
-			return r.hostTrouble(fmt.Errorf("%w: checkpoint %s does not have host file %s", runtime.ErrCorrupt, short(id), f.path))
+			return r.hostTrouble(fmt.Errorf("%w: checkpoint %s does not have host file %s",
+				runtime.ErrCorrupt, short(id), f.path))
 		}
 		f.was = s
 	}

@@ -28,7 +28,10 @@ import (
 // TestAttachedWords: the actions of hostfile are those of package runtime, which does not
 // import it.
 func TestAttachedWords(t *testing.T) {
-	for word, want := range map[string]string{hostfile.Written: runtime.AttachedPut, hostfile.Removed: runtime.AttachedRemoved, hostfile.Same: runtime.AttachedSame} {
+	for word, want := range map[string]string{
+		hostfile.Written: runtime.AttachedPut, hostfile.Removed: runtime.AttachedRemoved,
+		hostfile.Same: runtime.AttachedSame,
+	} {
 		if word != want {
 			t.Errorf("hostfile says %q, and package runtime %q", word, want)
 		}
@@ -52,7 +55,8 @@ func newHosts(t *testing.T, wrap func(runtime.Backend) runtime.Backend, started 
 	}
 	h := &hosts{rig: newRig(t, wrap), t: t}
 	sb, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-		Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Name: "box", Image: "base", Args: []string{"sleep", "1000"},
+		Network: runtime.Network{Mode: runtime.NetworkNone},
 	}})
 	if err == nil && started {
 		_, err = h.Start(ctx, sb.ID, nil)
@@ -60,7 +64,8 @@ func newHosts(t *testing.T, wrap func(runtime.Backend) runtime.Backend, started 
 	h.sb = sb
 	a, b := t.TempDir(), t.TempDir()
 	h.paths = []string{filepath.Join(a, "state"), filepath.Join(b, "plan"), filepath.Join(a, "later")}
-	h.must(err, os.WriteFile(h.paths[0], []byte("state then"), 0o640), os.WriteFile(h.paths[1], []byte("plan then"), 0o600), os.WriteFile(h.inside(), []byte("then"), 0o600))
+	h.must(err, os.WriteFile(h.paths[0], []byte("state then"), 0o640),
+		os.WriteFile(h.paths[1], []byte("plan then"), 0o600), os.WriteFile(h.inside(), []byte("then"), 0o600))
 	h.then, err = h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: h.paths, FilesOnly: true})
 	h.must(err)
 	h.change()
@@ -88,7 +93,9 @@ func (h *hosts) change() {
 // are checks the state of all files: those of the host, and of the sandbox.
 func (h *hosts) are(host, inside string) {
 	h.t.Helper()
-	want := map[string][]string{"then": {"state then 640", "plan then 600", ""}, "now": {"state now 600", "", "later now 644"}}[host]
+	want := map[string][]string{
+		"then": {"state then 640", "plan then 600", ""}, "now": {"state now 600", "", "later now 644"},
+	}[host]
 	for i, path := range h.paths {
 		got := ""
 		if info, err := os.Lstat(path); err == nil {
@@ -127,13 +134,18 @@ func actions(list []runtime.RestoredFile) (out []string) {
 // previous contents, and the plan shows what is done.
 func TestAttached(t *testing.T) {
 	put := []string{"put", "put", "removed"}
-	for _, opts := range []runtime.RestoreOptions{{}, {FilesOnly: true}, {NoUndo: true}, {Strategy: "auto"}, {Strategy: "recreate"}, {Verify: true}} {
+	for _, opts := range []runtime.RestoreOptions{
+		{}, {FilesOnly: true}, {NoUndo: true}, {Strategy: "auto"}, {Strategy: "recreate"}, {Verify: true},
+	} {
 		for _, started := range []bool{true, false} {
 			h := newHosts(t, nil, started)
-			if d := cmp.Diff([]runtime.AttachedFile{{Path: h.paths[0], Size: 10}, {Path: h.paths[1], Size: 9}, {Path: h.paths[2], Absent: true}}, h.then.Attached); d != "" {
+			if d := cmp.Diff([]runtime.AttachedFile{
+				{Path: h.paths[0], Size: 10}, {Path: h.paths[1], Size: 9}, {Path: h.paths[2], Absent: true},
+			}, h.then.Attached); d != "" {
 				t.Error(d)
 			}
-			if list, err := h.Checkpoints(ctx, runtime.CheckpointFilter{}); err != nil || !cmp.Equal(list[0].Attached, h.then.Attached) {
+			if list, err := h.Checkpoints(ctx, runtime.CheckpointFilter{}); err != nil ||
+				!cmp.Equal(list[0].Attached, h.then.Attached) {
 				t.Errorf("listed: %+v, %v", list, err)
 			}
 			plan, err := h.PlanRestore(ctx, "box", opts)
@@ -150,7 +162,9 @@ func TestAttached(t *testing.T) {
 			}
 			h.are("then", "then")
 			h.must(h.VerifyCheckpoint(ctx, h.then.ID))
-			if again, err := h.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: h.then.ID, NoUndo: true}); err != nil || !slices.Equal(actions(again.Attached), []string{"same", "same", "same"}) {
+			if again, err := h.Restore(ctx, "box", runtime.RestoreOptions{
+				Checkpoint: h.then.ID, NoUndo: true,
+			}); err != nil || !slices.Equal(actions(again.Attached), []string{"same", "same", "same"}) {
 				t.Errorf("again: %+v, %v", again.Attached, err)
 			}
 			if !opts.NoUndo {
@@ -177,24 +191,34 @@ func TestAttachedRefused(t *testing.T) {
 		says  string
 		is    error
 	}{
-		"a directory": {func() error { return os.Mkdir(h.paths[1], 0o700) }, func() error { return os.Remove(h.paths[1]) }, "a directory", runtime.ErrState},
-		"a symlink":   {func() error { return os.Symlink(h.paths[0], h.paths[1]) }, func() error { return os.Remove(h.paths[1]) }, "a symlink", runtime.ErrState},
-		"hard links":  {func() error { return os.Link(h.paths[0], h.paths[0]+"2") }, func() error { return os.Remove(h.paths[0] + "2") }, "2 hard links", runtime.ErrState},
+		"a directory": {func() error { return os.Mkdir(h.paths[1], 0o700) }, func() error {
+			return os.Remove(h.paths[1])
+		}, "a directory", runtime.ErrState},
+		"a symlink": {func() error { return os.Symlink(h.paths[0], h.paths[1]) }, func() error {
+			return os.Remove(h.paths[1])
+		}, "a symlink", runtime.ErrState},
+		"hard links": {func() error { return os.Link(h.paths[0], h.paths[0]+"2") }, func() error {
+			return os.Remove(h.paths[0] + "2")
+		}, "2 hard links", runtime.ErrState},
 		"no directory": {func() error { return os.Rename(filepath.Dir(h.paths[1]), filepath.Dir(h.paths[1])+"x") },
-			func() error { return os.Rename(filepath.Dir(h.paths[1])+"x", filepath.Dir(h.paths[1])) }, "no such file", os.ErrNotExist},
+			func() error { return os.Rename(filepath.Dir(h.paths[1])+"x", filepath.Dir(h.paths[1])) },
+			"no such file", os.ErrNotExist},
 		"read-only": {func() error {
 			d := filepath.Dir(h.paths[1])
-			return errors.Join(unix.Mount(d, d, "", unix.MS_BIND, ""), unix.Mount("", d, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
+			return errors.Join(unix.Mount(d, d, "", unix.MS_BIND, ""),
+				unix.Mount("", d, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
 		}, func() error { return unix.Unmount(filepath.Dir(h.paths[1]), unix.MNT_DETACH) }, "read-only", unix.EROFS},
 	} {
 		h.must(in.spoil())
 		for _, strategy := range []string{"", "auto", "recreate"} {
 			_, err := h.Restore(ctx, "box", runtime.RestoreOptions{Strategy: strategy})
-			if !errors.Is(err, in.is) || !strings.Contains(err.Error(), in.says) || !strings.Contains(fmt.Sprint(fault.Hint(err)), "--no-attached") {
+			if !errors.Is(err, in.is) || !strings.Contains(err.Error(), in.says) ||
+				!strings.Contains(fmt.Sprint(fault.Hint(err)), "--no-attached") {
 				t.Errorf("%s, strategy %q: %v %q", what, strategy, err, fault.Hint(err))
 			}
 		}
-		if now, err := h.Sandbox(ctx, "box"); err != nil || now.Pid != before.Pid || now.Status != runtime.Running || !now.Started.Equal(before.Started) {
+		if now, err := h.Sandbox(ctx, "box"); err != nil || now.Pid != before.Pid || now.Status != runtime.Running ||
+			!now.Started.Equal(before.Started) {
 			t.Errorf("%s: %+v, %v", what, now, err)
 		}
 		h.must(in.mend())
@@ -202,7 +226,8 @@ func TestAttachedRefused(t *testing.T) {
 		h.settled()
 	}
 	out, err := h.Restore(ctx, "box", runtime.RestoreOptions{NoAttached: true})
-	if h.must(err); !slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) || !strings.Contains(fmt.Sprint(out.Warnings), "host files of the checkpoint (3)") {
+	if h.must(err); !slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) ||
+		!strings.Contains(fmt.Sprint(out.Warnings), "host files of the checkpoint (3)") {
 		t.Errorf("%+v", out)
 	}
 	h.are("now", "then")
@@ -215,16 +240,21 @@ func TestAttachInvalid(t *testing.T) {
 	h := newHosts(t, nil, false)
 	dir := t.TempDir()
 	at := func(name string) string { return filepath.Join(dir, name) }
-	h.must(os.WriteFile(at("f"), nil, 0o600), os.Symlink("f", at("link")), os.Symlink(dir, at("dir")), os.WriteFile(at("a"), nil, 0o600), os.Link(at("a"), at("b")),
-		unix.Mkfifo(at("fifo"), 0o600), os.WriteFile(at("large"), nil, 0o600), os.Truncate(at("large"), store.MaxAttached+1))
+	h.must(os.WriteFile(at("f"), nil, 0o600), os.Symlink("f", at("link")), os.Symlink(dir, at("dir")),
+		os.WriteFile(at("a"), nil, 0o600), os.Link(at("a"), at("b")),
+		unix.Mkfifo(at("fifo"), 0o600), os.WriteFile(at("large"), nil, 0o600),
+		os.Truncate(at("large"), store.MaxAttached+1))
 	var many []string
 	for i := range store.MaxAttachedFiles + 1 {
 		many = append(many, at(fmt.Sprint("many", i)))
 	}
 	for says, paths := range map[string][]string{
-		"absolute path": {"f"}, "given twice": {at("f"), at("dir/f")}, "a symlink": {at("link")}, "a directory": {dir}, "2 hard links": {at("a")},
-		"a fifo": {at("fifo")}, "at most 67108864": {at("large")}, "at most 32": many, "beneath /proc": {"/proc/self/status"}, "beneath /dev": {"/dev/null"},
-		"beneath " + h.root: {filepath.Join(h.root, "state.db")}, "beneath /sys": {"/sys/power/state"}, "its directory": {at("none/f")},
+		"absolute path": {"f"}, "given twice": {at("f"), at("dir/f")}, "a symlink": {at("link")}, "a directory": {dir},
+		"2 hard links": {at("a")},
+		"a fifo":       {at("fifo")}, "at most 67108864": {at("large")}, "at most 32": many,
+		"beneath /proc": {"/proc/self/status"}, "beneath /dev": {"/dev/null"},
+		"beneath " + h.root: {filepath.Join(h.root, "state.db")}, "beneath /sys": {"/sys/power/state"},
+		"its directory": {at("none/f")},
 	} {
 		before, err := h.store.Checkpoints(ctx, store.Filter{})
 		h.must(err)
@@ -254,12 +284,17 @@ func TestAttachPolicy(t *testing.T) {
 	dir := t.TempDir()
 	p, err := policy.Finder{}.Resolve("p.yaml", []byte("mounts: {read_write: ["+dir+"/in]}\n"))
 	h.must(err, os.Mkdir(filepath.Join(dir, "in"), 0o700), os.Mkdir(filepath.Join(dir, "out"), 0o700))
-	_, err = h.Create(ctx, runtime.CreateRequest{Policy: p, Spec: runtime.Spec{Name: "held", Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone}}})
+	_, err = h.Create(ctx, runtime.CreateRequest{
+		Policy: p, Spec: runtime.Spec{
+			Name: "held", Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		},
+	})
 	h.must(err)
 	_, err = h.Checkpoint(ctx, "held", runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "in", "f")}})
 	h.must(err)
 	h.must(os.Symlink(filepath.Join(dir, "out"), filepath.Join(dir, "in", "away")))
-	_, err = h.Checkpoint(ctx, "held", runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "in", "away", "f")}})
+	_, err = h.Checkpoint(ctx, "held",
+		runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "in", "away", "f")}})
 	if !errors.Is(err, runtime.ErrDenied) || !strings.Contains(err.Error(), filepath.Join(dir, "out", "f")) {
 		t.Errorf("elsewhere: %v", err)
 	}
@@ -283,7 +318,8 @@ func TestAttachedElsewhere(t *testing.T) {
 			out, e2 := h.Restore(ctx, name, runtime.RestoreOptions{Foreign: true})
 			h.must(err, e2)
 			left := name == "copy" || again == ""
-			if got := strings.Contains(fmt.Sprint(out.Warnings), why) && strings.Contains(fmt.Sprint(plan.Effects), why); got != left {
+			if got := strings.Contains(fmt.Sprint(out.Warnings), why) &&
+				strings.Contains(fmt.Sprint(plan.Effects), why); got != left {
 				t.Errorf("%s: warned %v: %q, %q", name, got, out.Warnings, plan.Effects)
 			}
 			want := "now"
@@ -343,7 +379,8 @@ func TestAttachedDamaged(t *testing.T) {
 	refused := func(name string, is error, says string) {
 		t.Helper()
 		_, err := h.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: name, Strategy: runtime.StrategyAuto})
-		if !errors.Is(err, is) || !strings.Contains(err.Error(), h.paths[0]+": ") || !strings.Contains(err.Error(), says) || !strings.Contains(fmt.Sprint(fault.Hint(err)), "--no-attached") {
+		if !errors.Is(err, is) || !strings.Contains(err.Error(), h.paths[0]+": ") ||
+			!strings.Contains(err.Error(), says) || !strings.Contains(fmt.Sprint(fault.Hint(err)), "--no-attached") {
 			t.Errorf("%v %q", err, fault.Hint(err))
 		}
 		if now := pid(); now != was {
@@ -375,7 +412,8 @@ func TestAttachedPulled(t *testing.T) {
 	_, err = h.PullCheckpoint(ctx, ref, opts)
 	h.must(err)
 	out, err := h.Restore(ctx, "box", runtime.RestoreOptions{Foreign: true})
-	if h.must(err); !strings.Contains(fmt.Sprint(out.Warnings), "comes from elsewhere") || !slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) {
+	if h.must(err); !strings.Contains(fmt.Sprint(out.Warnings), "comes from elsewhere") ||
+		!slices.Equal(actions(out.Attached), []string{"left", "left", "left"}) {
 		t.Errorf("%+v", out)
 	}
 	h.are("now", "then")
@@ -402,7 +440,8 @@ func TestAttachedVersion(t *testing.T) {
 		m.Version = v
 		data, err := m.Encode()
 		h.must(err)
-		if _, err = store.ParseManifest(data); errors.Is(err, fault.ErrUnsupported) != (v == 6) || errors.Is(err, fault.ErrCorrupt) != (v == 2) {
+		if _, err = store.ParseManifest(data); errors.Is(err, fault.ErrUnsupported) != (v == 6) ||
+			errors.Is(err, fault.ErrCorrupt) != (v == 2) {
 			t.Errorf("version %d: %v", v, err)
 		}
 	}
@@ -432,7 +471,8 @@ func TestAttachedReindex(t *testing.T) {
 	_, err = st.Reindex(ctx)
 	h.must(err)
 	c, err := st.Checkpoint(ctx, h.then.ID)
-	if h.must(err); c.Foreign || c.Attached == nil || len(c.Attached.Paths) != 3 || c.Attached.Paths[0].Path != h.paths[0] {
+	if h.must(err); c.Foreign || c.Attached == nil || len(c.Attached.Paths) != 3 ||
+		c.Attached.Paths[0].Path != h.paths[0] {
 		t.Errorf("%+v", c)
 	}
 	h.must(st.VerifyCheckpoint(ctx, c.ID))

@@ -19,7 +19,9 @@ func TestAttachedUndoStays(t *testing.T) {
 	h.must(err)
 	first, err := h.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: h.then.ID})
 	h.must(err)
-	for _, opts := range []runtime.RestoreOptions{{NoAttached: true, Checkpoint: h.then.ID}, {Checkpoint: none.ID}, {NoUndo: true, Checkpoint: none.ID}} {
+	for _, opts := range []runtime.RestoreOptions{
+		{NoAttached: true, Checkpoint: h.then.ID}, {Checkpoint: none.ID}, {NoUndo: true, Checkpoint: none.ID},
+	} {
 		_, err := h.Restore(ctx, "box", opts)
 		h.must(err)
 	}
@@ -55,8 +57,10 @@ func TestAttachedTold(t *testing.T) {
 			t.Errorf("%q", got)
 		}
 		var events []runtime.Event
-		h.must(h.Events(ctx, "box", runtime.EventOptions{Types: []string{runtime.EventHostFiles}}, func(e runtime.Event) error { events = append(events, e); return nil }))
-		if len(events) != 1 || !strings.Contains(events[0].Reason, "not put back to what they were: "+h.paths[0]) || events[0].Checkpoint != h.then.ID {
+		h.must(h.Events(ctx, "box", runtime.EventOptions{Types: []string{runtime.EventHostFiles}},
+			func(e runtime.Event) error { events = append(events, e); return nil }))
+		if len(events) != 1 || !strings.Contains(events[0].Reason, "not put back to what they were: "+h.paths[0]) ||
+			events[0].Checkpoint != h.then.ID {
 			t.Errorf("events: %+v", events)
 		}
 	}
@@ -70,8 +74,10 @@ func TestAttachedLeftEvent(t *testing.T) {
 	h.must(os.WriteFile(h.paths[0], []byte("edited"), 0o600))
 	h.recovered()
 	var events []runtime.Event
-	h.must(h.Events(ctx, "box", runtime.EventOptions{Types: []string{runtime.EventHostFiles}}, func(e runtime.Event) error { events = append(events, e); return nil }))
-	if len(events) != 1 || !strings.Contains(events[0].Reason, h.paths[0]+" (") || !strings.Contains(events[0].Reason, "is pinned") {
+	h.must(h.Events(ctx, "box", runtime.EventOptions{Types: []string{runtime.EventHostFiles}},
+		func(e runtime.Event) error { events = append(events, e); return nil }))
+	if len(events) != 1 || !strings.Contains(events[0].Reason, h.paths[0]+" (") ||
+		!strings.Contains(events[0].Reason, "is pinned") {
 		t.Errorf("events: %+v", events)
 	}
 }
@@ -84,13 +90,15 @@ func TestAttachMounted(t *testing.T) {
 	file := filepath.Join(dir, "f")
 	h.must(os.WriteFile(file, nil, 0o600), os.Symlink("f", filepath.Join(dir, "link")))
 	for name, source := range map[string]string{"itself": file, "linked": filepath.Join(dir, "link"), "beneath": dir} {
-		_, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		_, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: name, Image: "base",
+			Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
 			Mounts: []runtime.Mount{{Type: "bind", Source: source, Target: "/w"}}}})
 		h.must(err)
 		_, err = h.Checkpoint(ctx, name, runtime.CheckpointOptions{Attach: []string{file}})
 		if source == dir {
 			h.must(err)
-		} else if !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "mounted by itself at /w") || !strings.Contains(said(err), "Mount the directory") {
+		} else if !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "mounted by itself at /w") ||
+			!strings.Contains(said(err), "Mount the directory") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -103,7 +111,8 @@ func TestAttachedLate(t *testing.T) {
 	dir := t.TempDir()
 	file := filepath.Join(dir, "in", "f")
 	h.must(os.Mkdir(filepath.Join(dir, "in"), 0o700), os.WriteFile(file, []byte("then"), 0o600))
-	_, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: "late", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+	_, err := h.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: "late", Image: "base",
+		Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
 		Mounts: []runtime.Mount{{Type: "bind", Source: dir, Target: "/w"}}}})
 	h.must(err)
 	const says = "is put once the sandbox goes on, which has it at /w/in/f"
@@ -125,8 +134,10 @@ func TestAttachedLate(t *testing.T) {
 			out, err := h.Restore(ctx, "late", runtime.RestoreOptions{})
 			h.must(err)
 			want := started && now == "now"
-			if planned, told := strings.Contains(strings.Join(plan.Effects, "\n"), says), strings.Contains(strings.Join(out.Warnings, "\n"), says); planned != want || told != want {
-				t.Errorf("started %v, %s: planned %v, told %v: %q, %q", started, now, planned, told, plan.Effects, out.Warnings)
+			if planned, told := strings.Contains(strings.Join(plan.Effects, "\n"), says),
+				strings.Contains(strings.Join(out.Warnings, "\n"), says); planned != want || told != want {
+				t.Errorf("started %v, %s: planned %v, told %v: %q, %q", started, now, planned, told,
+					plan.Effects, out.Warnings)
 			}
 		}
 	}
@@ -140,7 +151,8 @@ func TestAttachMistyped(t *testing.T) {
 	odd := filepath.Join(dir, "\xff")
 	h.must(os.Mkdir(odd, 0o700), os.Symlink(odd, filepath.Join(dir, "link")))
 	c, err := h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "missing")}})
-	if h.must(err); !strings.Contains(strings.Join(c.Warnings, "\n"), "host file "+dir+"/missing is not there: a restore removes what is there then") {
+	if h.must(err); !strings.Contains(strings.Join(c.Warnings, "\n"),
+		"host file "+dir+"/missing is not there: a restore removes what is there then") {
 		t.Errorf("%q", c.Warnings)
 	}
 	_, err = h.Checkpoint(ctx, "box", runtime.CheckpointOptions{Attach: []string{filepath.Join(dir, "link", "f")}})

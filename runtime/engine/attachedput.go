@@ -29,7 +29,8 @@ func (r *attachedPart) putHosts(ctx context.Context) {
 		text := fmt.Sprintf("not put back to what they were: %s; %s", strings.Join(left, "; "), r.keepHostUndo(ctx))
 		err = fmt.Errorf("the sandbox is restored, but its host files are not: %w; %s", calledOff{cause}, text)
 	}
-	text := fmt.Sprintf("Mend that, and restore again with: agentbox restore --attached %s %s", r.sb.Name, short(r.row.ID))
+	text := fmt.Sprintf("Mend that, and restore again with: agentbox restore --attached %s %s",
+		r.sb.Name, short(r.row.ID))
 	if !r.data.NoUndo && r.data.Undo != "" {
 		text += ", or take the sandbox back with: agentbox restore --undo " + r.sb.Name
 	}
@@ -39,7 +40,9 @@ func (r *attachedPart) putHosts(ctx context.Context) {
 
 // noteHosts records as an event that host files are not what the checkpoint has.
 func (r *attachedPart) noteHosts(why string) {
-	if err := r.e.events.note(r.sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why}); err != nil {
+	if err := r.e.events.note(r.sb.ID, runtime.Event{
+		Time: time.Now(), Type: runtime.EventHostFiles, Checkpoint: r.row.ID, Reason: why,
+	}); err != nil {
 		r.e.log.Warn("event not recorded", "sandbox", r.sb.ID, "err", err)
 	}
 }
@@ -67,7 +70,9 @@ func (r *attachedPart) putAll(ctx context.Context) error {
 		if r.hosts.undo == nil || f.commanded {
 			was = nil
 		}
-		action, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, was, func() error { return failpoint.Hit("restore.attached.before-replace") })
+		action, err := f.at.Put(ctx, f.name, r.tempOf(f), f.want, was, func() error {
+			return failpoint.Hit("restore.attached.before-replace")
+		})
 		if action != "" {
 			f.action = action
 		}
@@ -76,7 +81,8 @@ func (r *attachedPart) putAll(ctx context.Context) error {
 			return f.says(err)
 		}
 		if f.commanded {
-			r.told = append(r.told, fmt.Sprintf("host file %s was changed by an undo command; that content is not kept", f.path))
+			r.told = append(r.told, fmt.Sprintf("host file %s was changed by an undo command; that content is not kept",
+				f.path))
 		}
 	}
 	return failpoint.Hit("restore.attached.after-put")
@@ -112,7 +118,9 @@ func (r *attachedPart) returnHosts(ctx context.Context) (left []string) {
 		}
 		err := errors.New("no checkpoint has what it was")
 		if r.hosts.undo != nil {
-			_, err = f.at.Put(ctx, f.name, r.tempOf(f), f.was, &f.want, func() error { return failpoint.Hit("restore.attached.before-return") })
+			_, err = f.at.Put(ctx, f.name, r.tempOf(f), f.was, &f.want, func() error {
+				return failpoint.Hit("restore.attached.before-return")
+			})
 		}
 		if err != nil {
 			left = append(left, fmt.Sprintf("%s (%v)", f.path, err))
@@ -188,7 +196,9 @@ func (r *attachedPart) resumeHosts(ctx context.Context) (told string) {
 		}
 		if err == nil {
 			var done <-chan error
-			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error { return r.resumeHost(ctx, h, f) }); done != nil {
+			if done, err = answering(ctx, hostAnswer, func(ctx context.Context) error {
+				return r.resumeHost(ctx, h, f)
+			}); done != nil {
 				stuck = append(stuck, done)
 			}
 		}
@@ -215,7 +225,8 @@ var hostAnswer = 20 * time.Second
 // with done, on which do's result will arrive. The context of do ends then, so that do
 // replaces nothing any more.
 func answering(ctx context.Context, wait time.Duration, do func(context.Context) error) (done <-chan error, err error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, wait, fmt.Errorf("%w: its filesystem has not answered for %v", runtime.ErrBusy, wait))
+	ctx, cancel := context.WithTimeoutCause(ctx, wait, fmt.Errorf("%w: its filesystem has not answered for %v",
+		runtime.ErrBusy, wait))
 	defer cancel()
 	ends := guard.Start(func() error { return do(ctx) })
 	select {
@@ -263,7 +274,8 @@ func (r *attachedPart) resumeHost(ctx context.Context, h *hostFiles, f *hostFile
 	}
 	if h.undo != nil {
 		_, err := f.at.Put(ctx, f.name, temp, f.want, &f.was, func() error {
-			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx)) // recovery may have stopped waiting
+			// recovery may have stopped waiting
+			return cmp.Or(failpoint.Hit("restore.attached.before-replace"), context.Cause(ctx))
 		})
 		return err
 	}
@@ -276,7 +288,9 @@ func (r *attachedPart) resumeHost(ctx context.Context, h *hostFiles, f *hostFile
 
 // finishHosts resumes a restore whose sandbox is already restored and may be running. No
 // failure here keeps the intent: host files are their owner's.
-func (rec *recovery) finishHosts(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (did string, err error) {
+func (rec *recovery) finishHosts(
+	ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring,
+) (did string, err error) {
 	did = fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	sb, err := rec.store.Sandbox(ctx, in.Sandbox)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -295,7 +309,8 @@ func (rec *recovery) finishHosts(ctx context.Context, in store.Intent, host Host
 		r.reader, err = rec.store.OpenCheckpoint(ctx, in.Checkpoint)
 	}
 	if err != nil {
-		rec.log.Warn("checkpoint of an interrupted restore not readable", "sandbox", in.Sandbox, "checkpoint", in.Checkpoint, "err", err)
+		rec.log.Warn("checkpoint of an interrupted restore not readable", "sandbox", in.Sandbox, "checkpoint",
+			in.Checkpoint, "err", err)
 		r.row.ID = in.Checkpoint
 	} else {
 		if r.spec, err = spec(sb); err != nil {

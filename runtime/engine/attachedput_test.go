@@ -48,7 +48,9 @@ func (h *hosts) recovered() string {
 
 // TestAttachedUntouched: a restore that fails, or is rolled back, has not changed a host file.
 func TestAttachedUntouched(t *testing.T) {
-	for _, broken := range []string{"restore.after-layout", "restore.after-apply", "restore.after-proof", "restore.after-start"} {
+	for _, broken := range []string{
+		"restore.after-layout", "restore.after-apply", "restore.after-proof", "restore.after-start",
+	} {
 		for i, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {NoUndo: true}} {
 			if i == 2 && broken == "restore.after-start" {
 				continue // it is not started
@@ -90,13 +92,21 @@ func inode(path string) string {
 // TestAttachedFails: if a host file cannot be put, all are as they were and the restore says
 // so. With any strategy the sandbox stays restored, and nothing is left for Recover.
 func TestAttachedFails(t *testing.T) {
-	for _, broken := range []string{"restore.attached.before-put", "restore.attached.before-replace", "restore.attached.between", "restore.attached.after-put"} {
-		for i, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {NoUndo: true}, {Strategy: runtime.StrategyAuto}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true}} {
+	for _, broken := range []string{
+		"restore.attached.before-put", "restore.attached.before-replace", "restore.attached.between",
+		"restore.attached.after-put",
+	} {
+		for i, opts := range []runtime.RestoreOptions{
+			{}, {NoUndo: true}, {NoUndo: true}, {Strategy: runtime.StrategyAuto}, {Strategy: runtime.StrategyRecreate},
+			{Strategy: runtime.StrategyRecreate, NoUndo: true},
+		} {
 			h := newHosts(t, nil, i != 2)
 			t.Setenv("AGENTBOX_FAILPOINT", broken+"=error")
 			out, err := h.Restore(ctx, "box", opts)
 			t.Setenv("AGENTBOX_FAILPOINT", "")
-			if out.Checkpoint.ID != h.then.ID || out.Sandbox.Head != h.then.ID || len(out.Attached) == 0 || (out.Undo == "") != opts.NoUndo || out.Strategy != opts.Strategy && opts.Strategy != runtime.StrategyAuto {
+			if out.Checkpoint.ID != h.then.ID || out.Sandbox.Head != h.then.ID || len(out.Attached) == 0 ||
+				(out.Undo == "") != opts.NoUndo || out.Strategy != opts.Strategy &&
+				opts.Strategy != runtime.StrategyAuto {
 				t.Errorf("%s, %+v: it tells %+v", broken, opts, out)
 			}
 			for i, f := range out.Attached {
@@ -109,7 +119,8 @@ func TestAttachedFails(t *testing.T) {
 					t.Errorf("%s, %+v: %s is %s, want %q", broken, opts, f.Path, f.Action, want)
 				}
 			}
-			if text := said(err); !strings.Contains(text, "the sandbox is restored, but its host files are as they were: ") || !strings.Contains(text, broken) ||
+			if text := said(err); !strings.Contains(text,
+				"the sandbox is restored, but its host files are as they were: ") || !strings.Contains(text, broken) ||
 				!strings.Contains(text, "agentbox restore --attached box "+h.then.ID[:12]) {
 				t.Errorf("%s, %+v: %s (tests need the tag failpoint)", broken, opts, text)
 			}
@@ -180,7 +191,8 @@ func TestAttachedChanged(t *testing.T) {
 			b.once = func() { h.must(os.WriteFile(h.paths[2], []byte("theirs"), 0o600)) }
 			_, err := h.Restore(ctx, "box", runtime.RestoreOptions{Strategy: strategy, NoUndo: true})
 			text := said(err)
-			if !errors.Is(err, runtime.ErrState) || !strings.Contains(text, h.paths[2]+": ") || !strings.Contains(text, "another program has changed it") || strings.Contains(text, "not put back") {
+			if !errors.Is(err, runtime.ErrState) || !strings.Contains(text, h.paths[2]+": ") ||
+				!strings.Contains(text, "another program has changed it") || strings.Contains(text, "not put back") {
 				t.Errorf("%v", text)
 			}
 			if got, err := os.ReadFile(h.paths[2]); string(got) != "theirs" {
@@ -200,12 +212,16 @@ func TestAttachedChanged(t *testing.T) {
 // TestAttachedStranded: a host file that was put and cannot be changed back is named, with the
 // checkpoint that has its previous content, which is pinned against later restores.
 func TestAttachedStranded(t *testing.T) {
-	for _, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true}} {
+	for _, opts := range []runtime.RestoreOptions{
+		{}, {NoUndo: true}, {Strategy: runtime.StrategyRecreate}, {Strategy: runtime.StrategyRecreate, NoUndo: true},
+	} {
 		h := newHosts(t, nil, true)
 		t.Setenv("AGENTBOX_FAILPOINT", "restore.attached.between=error,restore.attached.before-return=error")
 		out, err := h.Restore(ctx, "box", opts)
 		t.Setenv("AGENTBOX_FAILPOINT", "")
-		if want := []string{runtime.AttachedPut, runtime.AttachedLeft, runtime.AttachedLeft}; !slices.Equal(actions(out.Attached), want) {
+		if want := []string{
+			runtime.AttachedPut, runtime.AttachedLeft, runtime.AttachedLeft,
+		}; !slices.Equal(actions(out.Attached), want) {
 			t.Errorf("%+v: it tells %+v, want %q", opts, out.Attached, want)
 		}
 		undos := h.undos()
@@ -214,8 +230,10 @@ func TestAttachedStranded(t *testing.T) {
 		}
 		id := undos[0].ID[:12]
 		// The error's own text has it: logs and audit records have no hints.
-		if text := err.Error(); !strings.Contains(text, "not put back to what they were: "+h.paths[0]+" (") || strings.Contains(text, h.paths[1]+" (") || strings.Contains(text, h.paths[2]+" (") ||
-			!strings.Contains(text, "undo checkpoint "+id+" has what they were, and is pinned") || !strings.Contains(text, "agentbox checkpoint unpin "+id) {
+		if text := err.Error(); !strings.Contains(text, "not put back to what they were: "+h.paths[0]+" (") ||
+			strings.Contains(text, h.paths[1]+" (") || strings.Contains(text, h.paths[2]+" (") ||
+			!strings.Contains(text, "undo checkpoint "+id+" has what they were, and is pinned") ||
+			!strings.Contains(text, "agentbox checkpoint unpin "+id) {
 			t.Errorf("%+v: %s", opts, text)
 		}
 		h.settled()
@@ -248,7 +266,9 @@ func TestAttachedEffect(t *testing.T) {
 	for _, opts := range []runtime.RestoreOptions{{}, {NoUndo: true}, {Strategy: runtime.StrategyRecreate}} {
 		h := newHosts(t, nil, true)
 		for _, path := range []string{h.paths[0], h.paths[1]} {
-			_, err := h.AddEffect(ctx, "box", runtime.EffectRequest{Command: []string{"sh", "-c", "echo destroyed >" + path}})
+			_, err := h.AddEffect(ctx, "box", runtime.EffectRequest{Command: []string{
+				"sh", "-c", "echo destroyed >" + path,
+			}})
 			h.must(err)
 		}
 		plan, err := h.PlanRestore(ctx, "box", opts)
@@ -262,7 +282,8 @@ func TestAttachedEffect(t *testing.T) {
 			t.Errorf("%+v, planned %+v", out, plan)
 		}
 		for i, path := range h.paths {
-			if got := slices.Contains(out.Warnings, "host file "+path+" was changed by an undo command; that content is not kept"); got != (i < 2) {
+			if got := slices.Contains(out.Warnings, "host file "+path+
+				" was changed by an undo command; that content is not kept"); got != (i < 2) {
 				t.Errorf("%s: warned %v: %q", path, got, out.Warnings)
 			}
 		}
@@ -295,7 +316,8 @@ func TestAttachedResumed(t *testing.T) {
 			h := newHosts(t, nil, started)
 			h.leave("restore.after-head", opts)
 			h.are("now", "then")
-			if got := h.recovered(); !strings.Contains(got, "finished the restore") || strings.Contains(got, "host files") {
+			if got := h.recovered(); !strings.Contains(got, "finished the restore") ||
+				strings.Contains(got, "host files") {
 				t.Errorf("%+v: %s", opts, got)
 			}
 			h.are("then", "then")
@@ -316,7 +338,8 @@ func TestAttachedEdited(t *testing.T) {
 	h.must(os.WriteFile(h.paths[0], []byte("edited"), 0o600))
 	undo := h.undos()[0].ID[:12]
 	got := h.recovered()
-	if !strings.Contains(got, h.paths[0]+" (") || strings.Contains(got, h.paths[1]) || !strings.Contains(got, "undo checkpoint "+undo+" has what they were, and is pinned") ||
+	if !strings.Contains(got, h.paths[0]+" (") || strings.Contains(got, h.paths[1]) ||
+		!strings.Contains(got, "undo checkpoint "+undo+" has what they were, and is pinned") ||
 		!strings.Contains(got, "agentbox restore --attached box "+h.then.ID[:12]) {
 		t.Error(got)
 	}
@@ -373,7 +396,8 @@ func TestAttachedUnknown(t *testing.T) {
 			_, err = h.Checkpoint(ctx, "box", runtime.CheckpointOptions{FilesOnly: true}) // no later verb is refused
 			h.must(err)
 			// What is kept of other files is not what was lost.
-			h.must(os.WriteFile(h.paths[0], []byte("another state"), 0o600), os.WriteFile(h.paths[2], []byte("another later"), 0o600))
+			h.must(os.WriteFile(h.paths[0], []byte("another state"), 0o600),
+				os.WriteFile(h.paths[2], []byte("another later"), 0o600))
 			_, err = h.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: h.then.ID, NoUndo: true})
 			h.must(err)
 			h.are("then", "then")
@@ -404,11 +428,13 @@ func TestAttachedBusy(t *testing.T) {
 	for _, strategy := range []string{"", runtime.StrategyRecreate} {
 		begun := time.Now()
 		_, err = h.Restore(ctx, "other", runtime.RestoreOptions{Strategy: strategy})
-		if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), filepath.Dir(h.paths[0])) || time.Since(begun) < time.Second {
+		if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), filepath.Dir(h.paths[0])) ||
+			time.Since(begun) < time.Second {
 			t.Errorf("another restore is at it: %v after %v", err, time.Since(begun))
 		}
 		// One that is made again is not removed before it is known that its files can be put.
-		if now, err := h.Sandbox(ctx, "other"); err != nil || now.Pid != before.Pid || now.Status != before.Status || !now.Created.Equal(before.Created) {
+		if now, err := h.Sandbox(ctx, "other"); err != nil || now.Pid != before.Pid || now.Status != before.Status ||
+			!now.Created.Equal(before.Created) {
 			t.Errorf("strategy %q: %+v, and was %+v (%v)", strategy, now, before, err)
 		}
 	}

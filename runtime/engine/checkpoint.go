@@ -46,13 +46,17 @@ type freezing struct {
 // freezes the sandbox until it has read what has changed since, and with Stop until the
 // checkpoint is durable. When Checkpoint returns without an error the checkpoint is
 // durable. On error the sandbox goes on as before and no new checkpoint is ready.
-func (e *Engine) Checkpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+func (e *Engine) Checkpoint(
+	ctx context.Context, ref string, opts runtime.CheckpointOptions,
+) (runtime.Checkpoint, error) {
 	return verb(ctx, e, onSandbox("checkpoint", ref), func(ctx context.Context) (runtime.Checkpoint, error) {
 		return e.checkpoints.takeCheckpoint(ctx, ref, opts)
 	})
 }
 
-func (cs *checkpoints) takeCheckpoint(ctx context.Context, ref string, opts runtime.CheckpointOptions) (out runtime.Checkpoint, err error) {
+func (cs *checkpoints) takeCheckpoint(
+	ctx context.Context, ref string, opts runtime.CheckpointOptions,
+) (out runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := progress.Follow(opts.Progress)
 	defer steps.End()
@@ -64,7 +68,8 @@ func (cs *checkpoints) takeCheckpoint(ctx context.Context, ref string, opts runt
 	switch opts.TCP = cmp.Or(opts.TCP, runtime.TCPEstablished); opts.TCP {
 	case runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse:
 	default:
-		return runtime.Checkpoint{}, fmt.Errorf("%w: tcp %q: choose %s, %s or %s", runtime.ErrInvalid, opts.TCP, runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse)
+		return runtime.Checkpoint{}, fmt.Errorf("%w: tcp %q: choose %s, %s or %s", runtime.ErrInvalid, opts.TCP,
+			runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse)
 	}
 	verb := "checkpoint"
 	if opts.Trigger == runtime.TriggerInterval {
@@ -121,12 +126,14 @@ func (cs *checkpoints) takeCheckpoint(ctx context.Context, ref string, opts runt
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
-	cs.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes", row.Bytes, "frozen", row.Frozen)
+	cs.log.Info("checkpoint ready", "sandbox", sb.ID, "checkpoint", row.ID, "kind", row.Kind, "bytes",
+		row.Bytes, "frozen", row.Frozen)
 	h.of(row)
 	out = checkpointView(row)
 	for _, f := range out.Attached {
 		if f.Absent { // a mistyped path looks like this
-			out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("host file %s is not there: a restore removes what is there then", f.Path))
+			out.Warnings = append(slices.Clone(out.Warnings),
+				fmt.Sprintf("host file %s is not there: a restore removes what is there then", f.Path))
 		}
 	}
 	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterCheckpoint))
@@ -135,7 +142,9 @@ func (cs *checkpoints) takeCheckpoint(ctx context.Context, ref string, opts runt
 
 // checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the id of a
 // checkpoint that will be removed again and does not become the sandbox's head.
-func (cs *checkpoints) checkpointOf(ctx context.Context, sb *locked, opts runtime.CheckpointOptions, aside string) (row store.Checkpoint, err error) {
+func (cs *checkpoints) checkpointOf(
+	ctx context.Context, sb *locked, opts runtime.CheckpointOptions, aside string,
+) (row store.Checkpoint, err error) {
 	c, err := sb.host.Inspect(ctx, sb.ID)
 	if err != nil {
 		return row, err
@@ -194,7 +203,9 @@ type freeze struct {
 }
 
 // prepare does all that does not need the sandbox frozen.
-func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Container, opts runtime.CheckpointOptions) (*making, error) {
+func (cs *checkpoints) prepare(
+	ctx context.Context, sb *locked, c runtime.Container, opts runtime.CheckpointOptions,
+) (*making, error) {
 	s, err := spec(sb.Sandbox)
 	if err != nil {
 		return nil, err
@@ -203,7 +214,8 @@ func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Contai
 	kind := runtime.KindFull
 	only := sb.host.Properties().FilesOnly
 	if only && k.live && opts.Stop {
-		return nil, hint(fmt.Errorf("%w: it has no processes of its own to stop", runtime.ErrUnsupported), "Stop what uses it, or leave --stop away.")
+		return nil, hint(fmt.Errorf("%w: it has no processes of its own to stop", runtime.ErrUnsupported),
+			"Stop what uses it, or leave --stop away.")
 	}
 	if opts.Stop && k.live && c.AutoRemove {
 		return nil, hint(fmt.Errorf("%w: its engine removes it as soon as it stops (it was started with --rm), and it could not be restored", runtime.ErrState), "Leave --stop away, or start it again without --rm.")
@@ -223,7 +235,8 @@ func (cs *checkpoints) prepare(ctx context.Context, sb *locked, c runtime.Contai
 		return nil, err
 	}
 	if kind == runtime.KindFull && len(s.Secrets) > 0 {
-		k.row.Warnings = append(k.row.Warnings, "what processes have read of the secrets in "+runtime.SecretsDir+" is part of their memory, and so of the checkpoint")
+		k.row.Warnings = append(k.row.Warnings, "what processes have read of the secrets in "+runtime.SecretsDir+
+			" is part of their memory, and so of the checkpoint")
 	}
 
 	if err := k.prepareMounts(ctx); err != nil {
@@ -260,16 +273,19 @@ func (k *making) prepareMounts(ctx context.Context) error {
 	for _, m := range k.spec.Mounts {
 		switch {
 		case m.Type == "bind":
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
+			k.row.Warnings = append(k.row.Warnings,
+				fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
 		case m.Type == "volume" && k.opts.WithVolumes:
 			if !slices.ContainsFunc(k.c.Volumes, func(v runtime.Volume) bool { return v.Name == m.Source }) {
 				return hint(fmt.Errorf("%w: volume %s (%s) has no directory of its own on this host, or its engine does not tell", runtime.ErrUnsupported, m.Source, m.Target),
 					"Leave --with-volumes away.")
 			}
 		case m.Type == "volume":
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
+			k.row.Warnings = append(k.row.Warnings,
+				fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
 		case k.row.Kind == runtime.KindFiles:
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
+			k.row.Warnings = append(k.row.Warnings,
+				fmt.Sprintf("%s is a tmpfs and not part of a files-only checkpoint", m.Target))
 		}
 	}
 
@@ -279,8 +295,11 @@ func (k *making) prepareMounts(ctx context.Context) error {
 		}
 	} else {
 		for _, v := range k.c.Volumes { // volumes that the image declares
-			if !slices.ContainsFunc(k.spec.Mounts, func(m runtime.Mount) bool { return m.Type == "volume" && m.Source == v.Name }) {
-				k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
+			if !slices.ContainsFunc(k.spec.Mounts, func(m runtime.Mount) bool {
+				return m.Type == "volume" && m.Source == v.Name
+			}) {
+				k.row.Warnings = append(k.row.Warnings,
+					fmt.Sprintf("%s is volume %s and not part of the checkpoint", v.Target, v.Name))
 			}
 		}
 	}
@@ -296,10 +315,12 @@ func (k *making) prepareProcesses(ctx context.Context) error {
 		return err
 	}
 	for _, p := range strays {
-		k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("process %d (%s) came in through an exec and is not part of the checkpoint", p.Pid, p.Cmdline))
+		k.row.Warnings = append(k.row.Warnings,
+			fmt.Sprintf("process %d (%s) came in through an exec and is not part of the checkpoint", p.Pid, p.Cmdline))
 	}
 	if len(strays) > 0 && k.opts.Strict {
-		return hint(fmt.Errorf("%w: %s", runtime.ErrState, k.row.Warnings[len(k.row.Warnings)-1]), "End the exec session, or leave --strict away to checkpoint without it.")
+		return hint(fmt.Errorf("%w: %s", runtime.ErrState, k.row.Warnings[len(k.row.Warnings)-1]),
+			"End the exec session, or leave --strict away to checkpoint without it.")
 	}
 	v, err := criu.ToolVersions(ctx, criu.Runtime(k.c.Runtime))
 	if err != nil {
@@ -386,7 +407,8 @@ func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpo
 
 	// The caller may still have a frozen sandbox to deal with. An error in what is only
 	// reported, or swept later, must not interrupt that.
-	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(), cs.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
+	if err := errors.Join(failpoint.Hit("checkpoint.after-ready"), draft.Close(),
+		cs.store.SetFrozen(ctx, row.ID, row.Frozen)); err != nil {
 		cs.log.Warn("frozen time not recorded", "sandbox", k.sb.ID, "checkpoint", row.ID, "err", err)
 	}
 	return row, nil
@@ -457,7 +479,9 @@ func (cs *checkpoints) resume(ctx context.Context, k *making, row *store.Checkpo
 		}
 		if err != nil {
 			// Its engine failed; do not leave the sandbox frozen for that.
-			err = hint(errors.Join(err, cs.thaw(ctx, k)), fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s", short(row.ID), k.sb.Name))
+			err = hint(errors.Join(err, cs.thaw(ctx, k)),
+				fmt.Sprintf("Checkpoint %s is ready; stop the sandbox with: agentbox stop %s",
+					short(row.ID), k.sb.Name))
 		}
 	}
 	if k.aside {
@@ -491,7 +515,8 @@ func (k *making) checkFrozen(ctx context.Context) error {
 	case k.live && now.Pid != k.c.Pid && now.Pid != 0:
 		return fmt.Errorf("%w: another program restarted it while it was being checkpointed", runtime.ErrState)
 	case now.Status != want:
-		return fmt.Errorf("%w: another program let it go on while it was being checkpointed: it is %s", runtime.ErrState, now.Status)
+		return fmt.Errorf("%w: another program let it go on while it was being checkpointed: it is %s",
+			runtime.ErrState, now.Status)
 	}
 	return nil
 }
@@ -571,7 +596,8 @@ func (cs *checkpoints) capture(ctx context.Context, k *making, draft *store.Draf
 func (cs *checkpoints) dump(ctx context.Context, k *making, draft *store.Draft) (*store.Processes, error) {
 	opts := criu.DumpOptions{
 		ImageDir: draft.CRIUDir(), WorkDir: filepath.Join(draft.Dir(), workDir), LeaveRunning: true, Upper: k.c.Upper,
-		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork}, Hold: k.sb.lock.File(), Start: StartAside,
+		Options: criu.Options{TCP: k.opts.TCP, EmptyNetwork: k.c.EmptyNetwork},
+		Hold:    k.sb.lock.File(), Start: StartAside,
 	}
 	if deadline, ok := ctx.Deadline(); ok {
 		opts.Timeout = time.Until(deadline)
@@ -586,7 +612,8 @@ func (cs *checkpoints) dump(ctx context.Context, k *making, draft *store.Draft) 
 	}
 	res.Warnings = append(res.Warnings, res.Lost...)
 	if len(res.Warnings) > 0 && k.opts.Strict {
-		return nil, hint(fmt.Errorf("%w: %s", runtime.ErrState, res.Warnings[0]), "End that process, or leave --strict away to checkpoint without it.")
+		return nil, hint(fmt.Errorf("%w: %s", runtime.ErrState, res.Warnings[0]),
+			"End that process, or leave --strict away to checkpoint without it.")
 	}
 	k.row.Warnings = append(k.row.Warnings, res.Warnings...)
 	k.parts.Warnings = k.row.Warnings
@@ -608,12 +635,15 @@ func (cs *checkpoints) logKept(draft *store.Draft, err error) error {
 
 // Checkpoints lists checkpoints, newest first.
 func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
-	return verb(ctx, e, reads(onSandbox("checkpoint ls", filter.Sandbox)), func(ctx context.Context) ([]runtime.Checkpoint, error) {
-		return e.checkpoints.listCheckpoints(ctx, filter)
-	})
+	return verb(ctx, e, reads(onSandbox("checkpoint ls", filter.Sandbox)),
+		func(ctx context.Context) ([]runtime.Checkpoint, error) {
+			return e.checkpoints.listCheckpoints(ctx, filter)
+		})
 }
 
-func (cs *checkpoints) listCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (_ []runtime.Checkpoint, err error) {
+func (cs *checkpoints) listCheckpoints(
+	ctx context.Context, filter runtime.CheckpointFilter,
+) (_ []runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint ls", filter.Sandbox, err) }()
 	f := store.Filter{All: filter.All, Labels: filter.Labels, Trigger: filter.Trigger}
 	if filter.Sandbox != "" {
@@ -650,13 +680,14 @@ func (cs *checkpoints) listCheckpoints(ctx context.Context, filter runtime.Check
 
 // CheckpointInfo describes one checkpoint.
 func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkpoint, error) {
-	return verb(ctx, e, reads(onCheckpoint("checkpoint inspect", ref)), func(ctx context.Context) (runtime.Checkpoint, error) {
-		row, err := e.checkpoint(ctx, ref)
-		if err != nil {
-			return runtime.Checkpoint{}, err
-		}
-		return checkpointView(row), nil
-	})
+	return verb(ctx, e, reads(onCheckpoint("checkpoint inspect", ref)),
+		func(ctx context.Context) (runtime.Checkpoint, error) {
+			row, err := e.checkpoint(ctx, ref)
+			if err != nil {
+				return runtime.Checkpoint{}, err
+			}
+			return checkpointView(row), nil
+		})
 }
 
 // RemoveCheckpoint deletes a checkpoint and its data.
@@ -700,10 +731,12 @@ func checkpointView(row store.Checkpoint) runtime.Checkpoint {
 	}
 	view := runtime.Checkpoint{
 		ID: row.ID, Name: row.Name, Sandbox: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
-		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger, Policy: policyName(row.Spec), Created: row.Created,
+		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger,
+		Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
-		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags, Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
+		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags,
+		Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
 	}
 	if s, err := specOf(row.SandboxID, row.Spec); row.Foreign && err == nil {
 		view.Command, view.Asks = s.Args, asks(s, row.Kind == runtime.KindFull)

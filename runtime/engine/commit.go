@@ -24,10 +24,14 @@ import (
 func (e *Engine) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
 	op := onSandbox("commit", ref)
 	op.To = to
-	return verb(ctx, e, op, func(ctx context.Context) (runtime.Committed, error) { return e.checkpoints.commit(ctx, ref, to, opts) })
+	return verb(ctx, e, op, func(ctx context.Context) (runtime.Committed, error) {
+		return e.checkpoints.commit(ctx, ref, to, opts)
+	})
 }
 
-func (cs *checkpoints) commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (out runtime.Committed, err error) {
+func (cs *checkpoints) commit(
+	ctx context.Context, ref, to string, opts runtime.CommitOptions,
+) (out runtime.Committed, err error) {
 	dest, err := chosenDestination(to, opts.Source)
 	if err != nil {
 		return out, err
@@ -71,7 +75,9 @@ func (cs *checkpoints) commit(ctx context.Context, ref, to string, opts runtime.
 	if row.Foreign {
 		changes = slices.Concat([]string{"LABEL " + runtime.LabelForeign + "=true"}, changes)
 	}
-	img, err := build.New(base, layer, build.Options{Created: created, By: "agentbox commit", Author: opts.Author, Message: opts.Message, Changes: changes})
+	img, err := build.New(base, layer, build.Options{
+		Created: created, By: "agentbox commit", Author: opts.Author, Message: opts.Message, Changes: changes,
+	})
 	if err != nil {
 		return out, err
 	}
@@ -136,16 +142,20 @@ func (cs *checkpoints) passing(ctx context.Context, id string) (row store.Checkp
 		return row, nil, err
 	}
 	defer sb.lock.Unlock()
-	if _, err := cs.imagesOf(store.Checkpoint{SandboxID: sb.ID, Spec: sb.Spec, ImageDigest: sb.ImageDigest}); err != nil {
+	if _, err := cs.imagesOf(store.Checkpoint{
+		SandboxID: sb.ID, Spec: sb.Spec, ImageDigest: sb.ImageDigest,
+	}); err != nil {
 		return row, nil, err
 	}
 	in := store.Intent{Op: opCommit, Sandbox: sb.ID, Checkpoint: newID()}
 	err = cs.intent(ctx, in, creating{sb.Backend}, func(int64) (err error) {
-		if row, err = cs.checkpointOf(ctx, sb, runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerCommit}, in.Checkpoint); err != nil {
+		if row, err = cs.checkpointOf(ctx, sb, runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerCommit},
+			in.Checkpoint); err != nil {
 			return err
 		}
 		reader, err = cs.store.OpenCheckpoint(ctx, row.ID)
-		return errors.Join(err, failpoint.Hit("commit.after-checkpoint"), cs.store.RemoveCheckpoint(context.WithoutCancel(ctx), row.ID))
+		return errors.Join(err, failpoint.Hit("commit.after-checkpoint"),
+			cs.store.RemoveCheckpoint(context.WithoutCancel(ctx), row.ID))
 	})
 	if err != nil && reader != nil {
 		return row, nil, errors.Join(err, reader.Close())

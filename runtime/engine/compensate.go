@@ -122,11 +122,14 @@ func (r *effectsPart) prepare(ctx context.Context) (err error) {
 	until := time.Now().Add(maxCompensation)
 	for _, f := range due {
 		if f.Status == runtime.EffectUnknown && f.OnFailure != runtime.OnFailureRetry {
-			err := fmt.Errorf("%w: the undo command of effect %s may have run before: %s", runtime.ErrState, effectName(f), f.Error)
+			err := fmt.Errorf("%w: the undo command of effect %s may have run before: %s", runtime.ErrState,
+				effectName(f), f.Error)
 			if f.OnFailure == runtime.OnFailureAbort {
-				return hint(calledOff{err}, fmt.Sprintf("Look whether it has, then take it off the ledger (agentbox effect rm %s %s), and add it anew if it has to be run.", r.sb.Name, short(f.ID)))
+				return hint(calledOff{err},
+					fmt.Sprintf("Look whether it has, then take it off the ledger (agentbox effect rm %s %s), and add it anew if it has to be run.", r.sb.Name, short(f.ID)))
 			}
-			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s", effectName(f), f.Error)
+			say("effect %s is not compensated: its undo command may have run before, and is not run again: %s",
+				effectName(f), f.Error)
 			continue
 		}
 		r.sb.steps.At(runtime.PhaseEffects)
@@ -137,7 +140,8 @@ func (r *effectsPart) prepare(ctx context.Context) (err error) {
 		case f.OnFailure == runtime.OnFailureContinue && ctx.Err() == nil && f.Status != runtime.EffectRunning:
 			say("%v", err)
 		default:
-			return hint(calledOff{err}, fmt.Sprintf("Mend what fails and restore again, or leave effects alone with: agentbox restore --no-effects %s %s", r.sb.Name, short(r.row.ID)))
+			return hint(calledOff{err},
+				fmt.Sprintf("Mend what fails and restore again, or leave effects alone with: agentbox restore --no-effects %s %s", r.sb.Name, short(r.row.ID)))
 		}
 	}
 	return failpoint.Hit("effect.after-all")
@@ -148,7 +152,8 @@ func (r *effectsPart) prepare(ctx context.Context) (err error) {
 func (r *effectsPart) undoEffect(ctx context.Context, f *runtime.Effect, until time.Time) error {
 	for try := 1; ; try++ {
 		err := r.runEffect(ctx, f, until)
-		if err == nil || f.OnFailure != runtime.OnFailureRetry || try == effectTries || f.Status == runtime.EffectRunning || ctx.Err() != nil || time.Now().After(until) {
+		if err == nil || f.OnFailure != runtime.OnFailureRetry || try == effectTries ||
+			f.Status == runtime.EffectRunning || ctx.Err() != nil || time.Now().After(until) {
 			return err
 		}
 		r.e.log.Warn("undo command failed; retrying", "sandbox", r.sb.ID, "effect", f.ID, "err", err)
@@ -172,7 +177,8 @@ func (r *effectsPart) runEffect(ctx context.Context, f *runtime.Effect, until ti
 	if err := failpoint.Hit("effect.before-mark"); err != nil {
 		return failed(err)
 	}
-	f.Status, f.Tries, f.Checkpoint, f.Error, f.Output, f.Ended = runtime.EffectRunning, f.Tries+1, r.row.ID, "", "", time.Time{}
+	f.Status, f.Tries, f.Checkpoint, f.Error, f.Output, f.Ended = runtime.EffectRunning, f.Tries+1,
+		r.row.ID, "", "", time.Time{}
 	if err := r.e.effects.set(ctx, *f); err != nil {
 		*f = before
 		return failed(err)
@@ -181,7 +187,9 @@ func (r *effectsPart) runEffect(ctx context.Context, f *runtime.Effect, until ti
 		*f = before
 		return failed(errors.Join(err, r.e.effects.set(context.WithoutCancel(ctx), *f)))
 	}
-	env := append([]string{"AGENTBOX_SANDBOX=" + r.sb.ID, "AGENTBOX_CHECKPOINT=" + r.row.ID, "AGENTBOX_EFFECT=" + f.ID}, r.e.rootEnv()...)
+	env := append([]string{
+		"AGENTBOX_SANDBOX=" + r.sb.ID, "AGENTBOX_CHECKPOINT=" + r.row.ID, "AGENTBOX_EFFECT=" + f.ID,
+	}, r.e.rootEnv()...)
 	said, err := hostRun(ctx, f.Command, env, nil, timeout)
 	f.Output, f.Ended = strings.ToValidUTF8(said, "\uFFFD"), time.Now().UTC()
 	switch {

@@ -92,7 +92,8 @@ func (e *core) host(name string) (_ Host, err error) {
 func (e *core) imageStore() (runtime.Images, error) {
 	h, err := e.host(e.first)
 	if err == nil && h.Images == nil {
-		err = fmt.Errorf("%w: backend %s makes no sandboxes, it only takes on containers that are there", runtime.ErrUnsupported, e.first)
+		err = fmt.Errorf("%w: backend %s makes no sandboxes, it only takes on containers that are there",
+			runtime.ErrUnsupported, e.first)
 	}
 	return h.Images, err
 }

@@ -76,7 +76,9 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 		if err != nil {
 			return out, err
 		}
-		n, err := fillPatches(ctx, out.Changes, func(c runtime.Change, newer bool) (io.ReadCloser, error) { return from.open(ctx, c, newer) })
+		n, err := fillPatches(ctx, out.Changes, func(c runtime.Change, newer bool) (io.ReadCloser, error) {
+			return from.open(ctx, c, newer)
+		})
 		if err != nil {
 			return out, err
 		}
@@ -93,7 +95,8 @@ func diffFrom(req runtime.DiffRequest, sb store.Sandbox, gone bool) (string, err
 	removed := fmt.Errorf("%w: it was removed", runtime.ErrState)
 	from := cmp.Or(req.From, sb.Head)
 	if from == "" && gone {
-		return "", hint(removed, "Compare two of its checkpoints: agentbox diff "+sb.Name+"@A @B (see agentbox log "+sb.Name+").")
+		return "", hint(removed, "Compare two of its checkpoints: agentbox diff "+sb.Name+
+			"@A @B (see agentbox log "+sb.Name+").")
 	}
 	if req.To == "" && gone {
 		return "", hint(removed, "Name a second checkpoint to compare with; see agentbox log "+sb.Name+".")
@@ -105,22 +108,25 @@ func diffFrom(req runtime.DiffRequest, sb store.Sandbox, gone bool) (string, err
 var errEnough = errors.New("enough")
 
 // changes compares the two sides, up to the limit of changes.
-func (d *differ) changes(ctx context.Context, req runtime.DiffRequest, sides [2]overlay.Side, lower []string, out *runtime.Diff) error {
+func (d *differ) changes(
+	ctx context.Context, req runtime.DiffRequest, sides [2]overlay.Side, lower []string, out *runtime.Diff,
+) error {
 	limit := req.Limit
 	if limit <= 0 {
 		limit = maxChanges
 	}
 	var list []overlay.Change
-	err := overlay.Diff(ctx, sides[0], sides[1], overlay.DiffOptions{Lower: lower, Paranoid: req.Paranoid}, func(c overlay.Change) error {
-		if d.covered(c.Path) {
+	err := overlay.Diff(ctx, sides[0], sides[1], overlay.DiffOptions{Lower: lower, Paranoid: req.Paranoid},
+		func(c overlay.Change) error {
+			if d.covered(c.Path) {
+				return nil
+			}
+			if len(list) == limit {
+				return errEnough
+			}
+			list = append(list, c)
 			return nil
-		}
-		if len(list) == limit {
-			return errEnough
-		}
-		list = append(list, c)
-		return nil
-	})
+		})
 	if out.Truncated = errors.Is(err, errEnough); err != nil && !out.Truncated {
 		return err
 	}
@@ -231,7 +237,8 @@ func (d *differ) checkpoint(ctx context.Context, ref string) (store.Checkpoint, 
 	case err != nil:
 		return row, err
 	case row.SandboxID != d.sb.ID && (row.ImageDigest != d.sb.ImageDigest || row.ImageDigest == ""):
-		return row, fmt.Errorf("%w: checkpoint %s is of sandbox %s, which is not over the same image", runtime.ErrState, short(row.ID), row.SandboxName)
+		return row, fmt.Errorf("%w: checkpoint %s is of sandbox %s, which is not over the same image", runtime.ErrState,
+			short(row.ID), row.SandboxName)
 	}
 	return row, nil
 }
@@ -253,7 +260,8 @@ func layers(ctx context.Context, sb store.Sandbox, c runtime.Container, host Hos
 			return nil, err
 		}
 	}
-	return nil, hint(fmt.Errorf("%w: the layers of image %s are not to be had from backend %s", runtime.ErrUnsupported, sb.Image, sb.Backend),
+	return nil, hint(fmt.Errorf("%w: the layers of image %s are not to be had from backend %s",
+		runtime.ErrUnsupported, sb.Image, sb.Backend),
 		"Of a container that exists they are; restore it first.")
 }
 
@@ -291,9 +299,15 @@ func (d *differ) managedChanges() (list []runtime.Change) {
 		}
 		if len(what) > 0 {
 			state := func(m store.Managed) *runtime.FileState {
-				return &runtime.FileState{Type: string(overlay.TypeFile), Mode: changes.Octal(m.Mode), UID: m.UID, GID: m.GID, Size: int64(len(m.Data))}
+				return &runtime.FileState{
+					Type: string(overlay.TypeFile), Mode: changes.Octal(m.Mode), UID: m.UID, GID: m.GID,
+					Size: int64(len(m.Data)),
+				}
 			}
-			list = append(list, runtime.Change{Path: name, Change: string(overlay.Modified), Type: string(overlay.TypeFile), What: what, Old: state(a), New: state(b)})
+			list = append(list, runtime.Change{
+				Path: name, Change: string(overlay.Modified), Type: string(overlay.TypeFile), What: what,
+				Old: state(a), New: state(b),
+			})
 		}
 	}
 	return list

@@ -69,7 +69,8 @@ func TestDiff(t *testing.T) {
 	write("a", "one")
 	d := r.diff(t, runtime.DiffRequest{Sandbox: "box"})
 	is(d, "A /a")
-	if d.From.Kind != runtime.DiffOfImage || d.To.Kind != runtime.DiffOfNow || d.Sandbox != sb.ID || d.SandboxName != "box" {
+	if d.From.Kind != runtime.DiffOfImage || d.To.Kind != runtime.DiffOfNow || d.Sandbox != sb.ID ||
+		d.SandboxName != "box" {
 		t.Errorf("%+v", d)
 	}
 	first := checkpoint("first")
@@ -82,7 +83,8 @@ func TestDiff(t *testing.T) {
 	if d.From.Checkpoint != first.ID || d.From.Name != "first" || d.Changes[1].PathB64 != "L2L/Cg==" {
 		t.Errorf("%+v", d)
 	}
-	if c := d.Changes[0]; !slices.Equal(c.What, []string{"content", "mtime"}) || c.Old.Size != 3 || c.New.Mode != "0644" || c.Type != "file" {
+	if c := d.Changes[0]; !slices.Equal(c.What, []string{"content", "mtime"}) || c.Old.Size != 3 ||
+		c.New.Mode != "0644" || c.Type != "file" {
 		t.Errorf("%+v", c)
 	}
 	checkpoint("second")
@@ -118,7 +120,9 @@ func TestDiff(t *testing.T) {
 	if _, err := r.ImportImage(ctx, "base2", tree); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: "alien", Image: "base2", Args: []string{"true"}, Network: runtime.Network{Mode: "none"}}}); err != nil {
+	if _, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "alien", Image: "base2", Args: []string{"true"}, Network: runtime.Network{Mode: "none"},
+	}}); err != nil {
 		t.Fatal(err)
 	}
 	fails := func(want error, says string, req runtime.DiffRequest) {
@@ -180,7 +184,8 @@ func TestHistoryTree(t *testing.T) {
 		}
 		for i, w := range want {
 			g := list[i]
-			if g.ID != w.ID || g.Parent != w.Parent || g.ParentDeleted != w.ParentDeleted || !slices.Equal(g.Children, w.Children) || g.Head != (g.ID == head) || g.Sandbox != sb.ID {
+			if g.ID != w.ID || g.Parent != w.Parent || g.ParentDeleted != w.ParentDeleted ||
+				!slices.Equal(g.Children, w.Children) || g.Head != (g.ID == head) || g.Sandbox != sb.ID {
 				t.Errorf("%+v, want %+v", g, w)
 			}
 		}
@@ -190,7 +195,8 @@ func TestHistoryTree(t *testing.T) {
 		t.Fatal(err)
 	}
 	check("")
-	if _, err := r.History(ctx, "nobody", runtime.HistoryOptions{}); !errors.Is(err, runtime.ErrNotFound) || strings.Count(err.Error(), "nobody") != 2 {
+	if _, err := r.History(ctx, "nobody", runtime.HistoryOptions{}); !errors.Is(err, runtime.ErrNotFound) ||
+		strings.Count(err.Error(), "nobody") != 2 {
 		t.Error(err)
 	}
 	r.create(t, "new")
@@ -210,7 +216,9 @@ func TestForkNamedLikeAnID(t *testing.T) {
 	if err != nil || len(forks) != 1 || forks[0].Sandbox.Name != name {
 		t.Errorf("%+v, %v", forks, err)
 	}
-	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{Names: []string{name}, NoStart: true}); !errors.Is(err, runtime.ErrExists) {
+	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{
+		Names: []string{name}, NoStart: true,
+	}); !errors.Is(err, runtime.ErrExists) {
 		t.Errorf("a second one of the name: %v", err)
 	}
 }
@@ -225,7 +233,9 @@ func TestHistoryForks(t *testing.T) {
 		_, err = r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "two"})
 	}
 	if err == nil {
-		_, err = r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: "one", Count: 3, Names: []string{"c", "a", "b"}, NoStart: true})
+		_, err = r.Fork(ctx, "box", runtime.ForkOptions{
+			Checkpoint: "one", Count: 3, Names: []string{"c", "a", "b"}, NoStart: true,
+		})
 	}
 	if err == nil {
 		_, err = r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: "two", Names: []string{"d"}, NoStart: true})

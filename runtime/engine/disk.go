@@ -60,7 +60,9 @@ func rootOnDisk(ctx context.Context, root string, uppers map[string]int64) (d ru
 
 // eachOnDisk calls each with the disk usage of every file of a directory, on the same
 // filesystem, without the directories to skip.
-func eachOnDisk(ctx context.Context, dir string, skip func(path string) bool, each func(path string, blocks int64)) error {
+func eachOnDisk(
+	ctx context.Context, dir string, skip func(path string) bool, each func(path string, blocks int64),
+) error {
 	var dev uint64
 	seen := map[uint64]bool{}
 	return filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {

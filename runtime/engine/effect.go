@@ -93,7 +93,8 @@ func (e *Engine) AddEffect(ctx context.Context, ref string, req runtime.EffectRe
 
 func (l *effectLog) add(ctx context.Context, ref string, req runtime.EffectRequest) (f runtime.Effect, err error) {
 	f = runtime.Effect{ID: newID(), Group: req.Group, Label: req.Label, Command: slices.Clone(req.Command),
-		OnFailure: cmp.Or(req.OnFailure, runtime.OnFailureAbort), Timeout: cmp.Or(req.Timeout, effectTimeout), Status: runtime.EffectOutstanding}
+		OnFailure: cmp.Or(req.OnFailure, runtime.OnFailureAbort), Timeout: cmp.Or(req.Timeout, effectTimeout),
+		Status: runtime.EffectOutstanding}
 	if err := checkEffect(&f); err != nil {
 		return runtime.Effect{}, err
 	}
@@ -114,7 +115,8 @@ func (l *effectLog) add(ctx context.Context, ref string, req runtime.EffectReque
 		}
 	}
 	if n >= maxEffects {
-		return runtime.Effect{}, hint(fmt.Errorf("%w: %d effects are outstanding, and there is room for no more", runtime.ErrState, n),
+		return runtime.Effect{}, hint(fmt.Errorf("%w: %d effects are outstanding, and there is room for no more",
+			runtime.ErrState, n),
 			"Remove those that need not be compensated any more: agentbox effect rm "+sb.Name+" EFFECT...")
 	}
 	f.Sandbox, f.Head, f.Created = sb.ID, sb.Head, time.Now().UTC()
@@ -125,7 +127,9 @@ func (l *effectLog) add(ctx context.Context, ref string, req runtime.EffectReque
 	if err := failpoint.Hit("effect.add.before-put"); err != nil {
 		return runtime.Effect{}, err
 	}
-	if err := l.store.PutEffect(ctx, store.Effect{ID: f.ID, Sandbox: sb.ID, Head: f.Head, Status: f.Status, Created: f.Created, Data: data}); err != nil {
+	if err := l.store.PutEffect(ctx, store.Effect{
+		ID: f.ID, Sandbox: sb.ID, Head: f.Head, Status: f.Status, Created: f.Created, Data: data,
+	}); err != nil {
 		return runtime.Effect{}, err
 	}
 	l.log.Info("effect added", "sandbox", sb.ID, "effect", f.ID)
@@ -137,24 +141,30 @@ func checkEffect(f *runtime.Effect) error {
 	switch f.OnFailure {
 	case runtime.OnFailureAbort, runtime.OnFailureContinue, runtime.OnFailureRetry:
 	default:
-		return fmt.Errorf("%w: on failure %q: choose %s, %s or %s", runtime.ErrInvalid, f.OnFailure, runtime.OnFailureAbort, runtime.OnFailureContinue, runtime.OnFailureRetry)
+		return fmt.Errorf("%w: on failure %q: choose %s, %s or %s", runtime.ErrInvalid, f.OnFailure,
+			runtime.OnFailureAbort, runtime.OnFailureContinue, runtime.OnFailureRetry)
 	}
 	if f.Timeout < 0 || f.Timeout > maxEffectTime {
-		return fmt.Errorf("%w: a timeout of %s: it has to be more than 0, and at most %s", runtime.ErrInvalid, f.Timeout, maxEffectTime)
+		return fmt.Errorf("%w: a timeout of %s: it has to be more than 0, and at most %s", runtime.ErrInvalid,
+			f.Timeout, maxEffectTime)
 	}
 	for what, s := range map[string]string{"label": f.Label, "group": f.Group} {
-		if len(s) > maxEffectLabelLen || !utf8.ValidString(s) || strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
-			return fmt.Errorf("%w: %s %.80q: at most %d bytes of printable text", runtime.ErrInvalid, what, s, maxEffectLabelLen)
+		if len(s) > maxEffectLabelLen || !utf8.ValidString(s) ||
+			strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) }) {
+			return fmt.Errorf("%w: %s %.80q: at most %d bytes of printable text", runtime.ErrInvalid,
+				what, s, maxEffectLabelLen)
 		}
 	}
 	if len(f.Command) == 0 || f.Command[0] == "" || len(f.Command) > maxEffectArgs {
-		return fmt.Errorf("%w: an undo command has a program and at most %d arguments", runtime.ErrInvalid, maxEffectArgs-1)
+		return fmt.Errorf("%w: an undo command has a program and at most %d arguments",
+			runtime.ErrInvalid, maxEffectArgs-1)
 	}
 	n := 0
 	for _, arg := range f.Command {
 		n += len(arg)
 		if n > maxEffectText || strings.ContainsRune(arg, 0) || !utf8.ValidString(arg) {
-			return fmt.Errorf("%w: the undo command: at most %d bytes of UTF-8 in all, without NUL", runtime.ErrInvalid, maxEffectText)
+			return fmt.Errorf("%w: the undo command: at most %d bytes of UTF-8 in all, without NUL",
+				runtime.ErrInvalid, maxEffectText)
 		}
 	}
 	program, err := lookHost(f.Command[0])
@@ -183,7 +193,8 @@ func lookHost(name string) (string, error) {
 			}
 		}
 	}
-	return "", hint(fmt.Errorf("%w: no program %q in %s", runtime.ErrInvalid, name, hostPath), "Write it by its absolute path.")
+	return "", hint(fmt.Errorf("%w: no program %q in %s", runtime.ErrInvalid, name, hostPath),
+		"Write it by its absolute path.")
 }
 
 // Effects lists the ledger of a sandbox, newest first.
@@ -245,7 +256,8 @@ func (l *effectLog) remove(ctx context.Context, ref, effect string) (err error) 
 	}
 	switch {
 	case len(found) == 0:
-		return hint(fmt.Errorf("outstanding effect %.64q: %w", effect, runtime.ErrNotFound), "List what there is with: agentbox effect ls "+sb.Name)
+		return hint(fmt.Errorf("outstanding effect %.64q: %w", effect, runtime.ErrNotFound),
+			"List what there is with: agentbox effect ls "+sb.Name)
 	case len(found) > 1:
 		return fmt.Errorf("%w: effect %q is ambiguous: %s, %s", runtime.ErrInvalid, effect, found[0].ID, found[1].ID)
 	}
@@ -277,7 +289,9 @@ func (l *effectLog) settle(ctx context.Context, id string) ([]runtime.Effect, er
 
 // noteEffect records the result of an undo command as an event.
 func (l *effectLog) note(f runtime.Effect) {
-	ev := runtime.Event{Time: time.Now(), Type: runtime.EventEffect, Effect: f.ID, Checkpoint: f.Checkpoint, Reason: f.Status}
+	ev := runtime.Event{
+		Time: time.Now(), Type: runtime.EventEffect, Effect: f.ID, Checkpoint: f.Checkpoint, Reason: f.Status,
+	}
 	if f.Label != "" {
 		ev.Name = f.Label
 	}

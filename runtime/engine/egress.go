@@ -28,7 +28,8 @@ func checkFilter(s runtime.Spec, host Host) error {
 		return nil
 	}
 	if p := host.Properties(); !p.Filters {
-		return hint(fmt.Errorf("%w: network filtered with the backend %s", runtime.ErrUnsupported, p.Name), "Use the backend oci.")
+		return hint(fmt.Errorf("%w: network filtered with the backend %s", runtime.ErrUnsupported, p.Name),
+			"Use the backend oci.")
 	}
 	_, err := egress.ParseRules(s.Network.Egress)
 	return err
@@ -41,7 +42,9 @@ func (e *Engine) UpdateEgress(ctx context.Context, ref string, change runtime.Eg
 	})
 }
 
-func (bx *sandboxes) updateEgress(ctx context.Context, ref string, change runtime.EgressChange) (rules []string, err error) {
+func (bx *sandboxes) updateEgress(
+	ctx context.Context, ref string, change runtime.EgressChange,
+) (rules []string, err error) {
 	sb, err := bx.acquire(ctx, ref, "update", lockWait)
 	if err != nil {
 		return nil, err
@@ -97,7 +100,8 @@ func changed(old []string, change runtime.EgressChange) ([]string, error) {
 	for _, r := range remove {
 		i := slices.Index(rules, r)
 		if i < 0 {
-			return nil, hint(fmt.Errorf("egress rule %q: %w", r, runtime.ErrNotFound), "See the rules there are with: agentbox inspect")
+			return nil, hint(fmt.Errorf("egress rule %q: %w", r, runtime.ErrNotFound),
+				"See the rules there are with: agentbox inspect")
 		}
 		rules = slices.Delete(rules, i, i+1)
 	}
@@ -111,7 +115,9 @@ func changed(old []string, change runtime.EgressChange) ([]string, error) {
 }
 
 // setEgress records rules and puts them in force.
-func (bx *sandboxes) setEgress(ctx context.Context, sb store.Sandbox, filter runtime.EgressFilter, rules []string) error {
+func (bx *sandboxes) setEgress(
+	ctx context.Context, sb store.Sandbox, filter runtime.EgressFilter, rules []string,
+) error {
 	s, err := spec(sb)
 	if err != nil {
 		return err
@@ -163,5 +169,6 @@ func (bx *sandboxes) finishUpdate(ctx context.Context, in store.Intent, host Hos
 	if err != nil {
 		return "", err
 	}
-	return unless(bx.setEgress(ctx, sb, filter, data.Egress), "finished the change of the egress rules of sandbox %s", short(in.Sandbox))
+	return unless(bx.setEgress(ctx, sb, filter, data.Egress),
+		"finished the change of the egress rules of sandbox %s", short(in.Sandbox))
 }

@@ -46,7 +46,8 @@ func newFiltering(t *testing.T) (*rig, *filtering) {
 func (r *rig) createFiltered(t *testing.T, p *policy.Policy, rules ...string) error {
 	t.Helper()
 	_, err := r.Create(ctx, runtime.CreateRequest{Policy: p, Spec: runtime.Spec{
-		Name: "box", Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkFiltered, Egress: rules},
+		Name: "box", Image: "base", Args: []string{"true"},
+		Network: runtime.Network{Mode: runtime.NetworkFiltered, Egress: rules},
 	}})
 	return err
 }
@@ -83,13 +84,15 @@ func TestFilteredNeedsABackend(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.filters = false
-	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{Names: []string{"other"}, NoStart: true}); !errors.Is(err, runtime.ErrUnsupported) {
+	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{Names: []string{"other"}, NoStart: true}); !errors.Is(err,
+		runtime.ErrUnsupported) {
 		t.Errorf("fork: %v", err)
 	}
 	if err := r.Remove(ctx, "box", runtime.RemoveOptions{Force: true}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: ck.ID}); !errors.Is(err, runtime.ErrUnsupported) {
+	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: ck.ID}); !errors.Is(err,
+		runtime.ErrUnsupported) {
 		t.Errorf("restore: %v", err)
 	}
 	f.filters = true
@@ -102,7 +105,8 @@ func TestFilteredNeedsABackend(t *testing.T) {
 // does not cover are refused. A fork does not bring removed rules back.
 func TestUpdateEgress(t *testing.T) {
 	r, f := newFiltering(t)
-	p, err := policy.Finder{}.Resolve("p.yaml", []byte("network: {modes: [filtered], default: filtered, egress: [pypi.org, \"*.debian.org\"]}\n"))
+	p, err := policy.Finder{}.Resolve("p.yaml",
+		[]byte("network: {modes: [filtered], default: filtered, egress: [pypi.org, \"*.debian.org\"]}\n"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -127,13 +131,17 @@ func TestUpdateEgress(t *testing.T) {
 	if !slices.Equal(f.told, []string{"pypi.org", "*.debian.org"}) {
 		t.Errorf("the backend keeps %q", f.told)
 	}
-	if _, err := r.UpdateEgress(ctx, "box", runtime.EgressChange{Add: []string{"evil.org"}}); !errors.Is(err, runtime.ErrDenied) {
+	if _, err := r.UpdateEgress(ctx, "box",
+		runtime.EgressChange{Add: []string{"evil.org"}}); !errors.Is(err, runtime.ErrDenied) {
 		t.Errorf("%v", err)
 	}
-	if _, err := r.UpdateEgress(ctx, "box", runtime.EgressChange{Remove: []string{"evil.org"}}); !errors.Is(err, runtime.ErrNotFound) {
+	if _, err := r.UpdateEgress(ctx, "box",
+		runtime.EgressChange{Remove: []string{"evil.org"}}); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("%v", err)
 	}
-	rules, err := r.UpdateEgress(ctx, "box", runtime.EgressChange{Add: []string{"Deb.debian.org 80"}, Remove: []string{"*.debian.org", "pypi.org"}})
+	rules, err := r.UpdateEgress(ctx, "box", runtime.EgressChange{
+		Add: []string{"Deb.debian.org 80"}, Remove: []string{"*.debian.org", "pypi.org"},
+	})
 	if err != nil || !slices.Equal(rules, []string{"deb.debian.org 80"}) || !slices.Equal(f.told, rules) {
 		t.Errorf("%q, %q, %v", rules, f.told, err)
 	}

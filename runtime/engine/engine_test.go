@@ -198,7 +198,8 @@ func TestHistory(t *testing.T) {
 				if err != nil {
 					rt.Fatal(err)
 				}
-				if ck.Kind != runtime.KindFiles || ck.Status != runtime.CheckpointReady || ck.Files != int64(len(files))+1 {
+				if ck.Kind != runtime.KindFiles || ck.Status != runtime.CheckpointReady ||
+					ck.Files != int64(len(files))+1 {
 					rt.Fatalf("checkpoint: %+v", ck)
 				}
 				history = append(history, saved{ck.ID, maps.Clone(files)})
@@ -295,7 +296,8 @@ func TestHistory(t *testing.T) {
 func TestDamage(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
-	if err := os.WriteFile(filepath.Join(sb.Upperdir, "a"), []byte(strings.Repeat("precious ", 1000)), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(sb.Upperdir, "a"),
+		[]byte(strings.Repeat("precious ", 1000)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	ck, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Name: "one"})
@@ -342,7 +344,8 @@ func TestDamage(t *testing.T) {
 				if rep, err = r.Verify(ctx, runtime.VerifyOptions{ReadData: true}); err != nil || len(rep.Damaged) > 0 {
 					t.Fatalf("byte %d, once it is whole again: %+v, %v", i, rep, err)
 				}
-				if err := errors.Join(os.Remove(filepath.Join(sb.Upperdir, "a")), os.WriteFile(filepath.Join(sb.Upperdir, "b"), []byte("later"), 0o600)); err != nil {
+				if err := errors.Join(os.Remove(filepath.Join(sb.Upperdir, "a")),
+					os.WriteFile(filepath.Join(sb.Upperdir, "b"), []byte("later"), 0o600)); err != nil {
 					t.Fatal(err)
 				}
 				continue
@@ -395,14 +398,21 @@ func TestRefusals(t *testing.T) {
 		{"a bind source that is not there", create(func(s *runtime.Spec) {
 			s.Mounts = []runtime.Mount{{Type: "bind", Source: "/nosuch/dir", Target: "/x"}}
 		}), runtime.ErrNotFound},
-		{"a mount over everything", create(func(s *runtime.Spec) { s.Mounts = []runtime.Mount{{Type: "tmpfs", Target: "/"}} }), runtime.ErrInvalid},
+		{"a mount over everything", create(func(s *runtime.Spec) {
+			s.Mounts = []runtime.Mount{{Type: "tmpfs", Target: "/"}}
+		}), runtime.ErrInvalid},
 		{"a negative limit", create(func(s *runtime.Spec) { s.Resources.Pids = -1 }), runtime.ErrInvalid},
 		{"a tiny memory limit", create(func(s *runtime.Spec) { s.Resources.Memory = 1 }), runtime.ErrInvalid},
-		{"a checkpoint name that is taken", second(r.Checkpoint(ctx, "one", runtime.CheckpointOptions{Name: "start"})), runtime.ErrExists},
-		{"an unknown tcp mode", second(r.Checkpoint(ctx, "one", runtime.CheckpointOptions{TCP: "maybe"})), runtime.ErrInvalid},
-		{"a checkpoint of nothing", second(r.Checkpoint(ctx, "nosuch", runtime.CheckpointOptions{})), runtime.ErrNotFound},
-		{"another sandbox's checkpoint", second(r.Restore(ctx, "two", runtime.RestoreOptions{Checkpoint: ck.ID})), runtime.ErrState},
-		{"an unknown checkpoint", second(r.Restore(ctx, "one", runtime.RestoreOptions{Checkpoint: "nosuch"})), runtime.ErrNotFound},
+		{"a checkpoint name that is taken", second(r.Checkpoint(ctx, "one",
+			runtime.CheckpointOptions{Name: "start"})), runtime.ErrExists},
+		{"an unknown tcp mode", second(r.Checkpoint(ctx, "one",
+			runtime.CheckpointOptions{TCP: "maybe"})), runtime.ErrInvalid},
+		{"a checkpoint of nothing", second(r.Checkpoint(ctx, "nosuch",
+			runtime.CheckpointOptions{})), runtime.ErrNotFound},
+		{"another sandbox's checkpoint", second(r.Restore(ctx, "two",
+			runtime.RestoreOptions{Checkpoint: ck.ID})), runtime.ErrState},
+		{"an unknown checkpoint", second(r.Restore(ctx, "one",
+			runtime.RestoreOptions{Checkpoint: "nosuch"})), runtime.ErrNotFound},
 		{"an unknown sandbox", second(r.Restore(ctx, "nosuch", runtime.RestoreOptions{})), runtime.ErrNotFound},
 		{"an image in use", r.RemoveImage(ctx, "base"), runtime.ErrState},
 	} {
@@ -428,7 +438,8 @@ func TestBusy(t *testing.T) {
 	}
 	defer lock.Unlock()
 	_, err = r.Checkpoint(ctx, "box", runtime.CheckpointOptions{})
-	if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(), fmt.Sprintf("checkpoint by pid %d", os.Getpid())) {
+	if !errors.Is(err, runtime.ErrBusy) || !strings.Contains(err.Error(),
+		fmt.Sprintf("checkpoint by pid %d", os.Getpid())) {
 		t.Fatalf("got %v", err)
 	}
 }
@@ -436,16 +447,24 @@ func TestBusy(t *testing.T) {
 // TestVolumes: a checkpoint includes volumes on request, and its restore puts them back. A
 // restore that fails, at any point, leaves them as they were.
 func TestVolumes(t *testing.T) {
-	for _, broken := range []string{"", "restore.after-layout", "restore.after-stop", "restore.between-trees", "restore.after-apply"} {
+	for _, broken := range []string{
+		"", "restore.after-layout", "restore.after-stop", "restore.between-trees", "restore.after-apply",
+	} {
 		r := newRig(t, nil)
 		sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-			Name: "v", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
-			Mounts: []runtime.Mount{{Type: "volume", Source: "one", Target: "/one"}, {Type: "volume", Source: "two", Target: "/two"}},
+			Name: "v", Image: "base", Args: []string{"sleep", "1000"},
+			Network: runtime.Network{Mode: runtime.NetworkNone},
+			Mounts: []runtime.Mount{
+				{Type: "volume", Source: "one", Target: "/one"}, {Type: "volume", Source: "two", Target: "/two"},
+			},
 		}})
 		if err != nil {
 			t.Fatal(err)
 		}
-		dirs := []string{sb.Upperdir, filepath.Join(r.root, "memory/volumes/one/data"), filepath.Join(r.root, "memory/volumes/two/data")}
+		dirs := []string{
+			sb.Upperdir, filepath.Join(r.root, "memory/volumes/one/data"),
+			filepath.Join(r.root, "memory/volumes/two/data"),
+		}
 		put := func(text string) {
 			for i, dir := range dirs {
 				if err := os.WriteFile(filepath.Join(dir, "f"), []byte(fmt.Sprint(text, i)), 0o600); err != nil {
@@ -459,7 +478,9 @@ func TestVolumes(t *testing.T) {
 				if d := cmp.Diff(map[string]string{"f": fmt.Sprint(text, i)}, contents(t, dir)); d != "" {
 					t.Error(dir, d)
 				}
-				if beside, _ := os.ReadDir(filepath.Dir(dir)); slices.ContainsFunc(beside, func(e os.DirEntry) bool { return strings.HasSuffix(e.Name(), ".new") }) {
+				if beside, _ := os.ReadDir(filepath.Dir(dir)); slices.ContainsFunc(beside, func(e os.DirEntry) bool {
+					return strings.HasSuffix(e.Name(), ".new")
+				}) {
 					t.Errorf("left beside %s: %v", dir, beside)
 				}
 			}

@@ -32,13 +32,17 @@ type eventLog struct {
 func (evs *eventLog) dir() string { return filepath.Join(evs.store.Root(), "events") }
 
 // Events calls each with the events of a sandbox.
-func (e *Engine) Events(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) error {
+func (e *Engine) Events(
+	ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error,
+) error {
 	return e.verb(ctx, reads(onSandbox("events", ref)), func(ctx context.Context) error {
 		return e.events.follow(ctx, ref, opts, each)
 	})
 }
 
-func (evs *eventLog) follow(ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error) (err error) {
+func (evs *eventLog) follow(
+	ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error,
+) (err error) {
 	sb, err := evs.locate(ctx, ref)
 	if err != nil {
 		return err
@@ -99,7 +103,10 @@ func (s eventSource) event(line []byte) (runtime.Event, error) {
 		return runtime.Event{}, err
 	}
 	if s.only != "" {
-		ev = runtime.Event{Time: ev.Time, Type: s.only, Protocol: ev.Protocol, Name: ev.Name, Address: ev.Address, Reason: ev.Reason, Missed: ev.Missed}
+		ev = runtime.Event{
+			Time: ev.Time, Type: s.only, Protocol: ev.Protocol, Name: ev.Name, Address: ev.Address,
+			Reason: ev.Reason, Missed: ev.Missed,
+		}
 	}
 	for _, text := range []*string{&ev.Protocol, &ev.Name, &ev.Address, &ev.Reason} {
 		*text = strings.Map(func(r rune) rune {
@@ -208,12 +215,13 @@ func (evs *eventLog) noteHits(ctx context.Context, sb store.Sandbox, c runtime.C
 		noted[runtime.EventOOM], noted[runtime.EventPids] = kept.OOM, kept.Pids
 	}
 	log := eventlog.NewReader(evs.dir(), sb.ID)
-	err = readEvents([]eventSource{{Reader: log, sandbox: sb.ID}}, runtime.EventOptions{}, func(ev runtime.Event) error {
-		if ev.Started.Equal(c.Started) {
-			noted[ev.Type] = max(noted[ev.Type], ev.Total)
-		}
-		return nil
-	})
+	err = readEvents([]eventSource{{Reader: log, sandbox: sb.ID}}, runtime.EventOptions{},
+		func(ev runtime.Event) error {
+			if ev.Started.Equal(c.Started) {
+				noted[ev.Type] = max(noted[ev.Type], ev.Total)
+			}
+			return nil
+		})
 	if err = errors.Join(err, log.Close()); err != nil {
 		return err
 	}
@@ -226,15 +234,20 @@ func (evs *eventLog) noteHits(ctx context.Context, sb store.Sandbox, c runtime.C
 		if total <= noted[typ] {
 			return nil
 		}
-		ev := runtime.Event{Time: at, Type: typ, Count: total - noted[typ], Total: total, Started: c.Started.UTC(), Limit: limit}
+		ev := runtime.Event{
+			Time: at, Type: typ, Count: total - noted[typ], Total: total, Started: c.Started.UTC(), Limit: limit,
+		}
 		noted[typ] = total
 		return evs.note(sb.ID, ev)
 	}
 	if !c.OOMAt.IsZero() && noted[runtime.EventOOM] == 0 && h.OOMKills > 0 {
 		err = add(runtime.EventOOM, 1, s.Resources.Memory, c.OOMAt)
 	}
-	err = errors.Join(err, add(runtime.EventOOM, h.OOMKills, s.Resources.Memory, now), add(runtime.EventPids, h.Pids, s.Resources.Pids, now))
-	return errors.Join(err, evs.keepCounts(sb.ID, counts{c.Started.UTC(), noted[runtime.EventOOM], noted[runtime.EventPids]}))
+	err = errors.Join(err, add(runtime.EventOOM, h.OOMKills, s.Resources.Memory, now),
+		add(runtime.EventPids, h.Pids, s.Resources.Pids, now))
+	return errors.Join(err, evs.keepCounts(sb.ID, counts{
+		c.Started.UTC(), noted[runtime.EventOOM], noted[runtime.EventPids],
+	}))
 }
 
 // counts are the recorded values of the kernel's counters for one start.

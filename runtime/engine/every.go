@@ -28,14 +28,16 @@ func every(s runtime.Spec) (policy.Every, error) {
 // agentbox also removes those automatically.
 func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 	if opts.Trigger == runtime.TriggerUndo {
-		return hint(fmt.Errorf("%w: trigger %q is that of what a restore replaces, which goes with the next restore", runtime.ErrInvalid, opts.Trigger),
+		return hint(fmt.Errorf("%w: trigger %q is that of what a restore replaces, which goes with the next restore",
+			runtime.ErrInvalid, opts.Trigger),
 			"Choose another --trigger, or leave it away.")
 	}
 	e, err := every(s)
 	if err != nil || opts.Automatic || !slices.Contains(e.Triggers(), opts.Trigger) {
 		return err
 	}
-	return hint(fmt.Errorf("%w: trigger %q is that of the checkpoints which are taken of this sandbox by themselves", runtime.ErrInvalid, opts.Trigger),
+	return hint(fmt.Errorf("%w: trigger %q is that of the checkpoints which are taken of this sandbox by themselves",
+		runtime.ErrInvalid, opts.Trigger),
 		"Choose another --trigger, or leave it away.")
 }
 

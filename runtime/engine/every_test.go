@@ -23,7 +23,8 @@ import (
 func (r *rig) automatic(t testing.TB, name, every string, p *policy.Policy) runtime.Sandbox {
 	t.Helper()
 	sb, err := r.Create(ctx, runtime.CreateRequest{Policy: p, Spec: runtime.Spec{
-		Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone}, CheckpointEvery: every,
+		Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		CheckpointEvery: every,
 	}})
 	if err != nil {
 		t.Fatal(err)
@@ -120,7 +121,9 @@ func TestAutomaticRetention(t *testing.T) {
 	}
 	rows.change("UPDATE checkpoints SET name = 'named' WHERE id = ?", kept[2])
 	rows.change("UPDATE checkpoints SET pulled = 1 WHERE id = ?", kept[3])
-	if _, err := r.Fork(ctx, "s", runtime.ForkOptions{Checkpoint: kept[4], Names: []string{"fork"}, NoStart: true}); err != nil {
+	if _, err := r.Fork(ctx, "s", runtime.ForkOptions{
+		Checkpoint: kept[4], Names: []string{"fork"}, NoStart: true,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	for _, trigger := range []string{"manual", "mine", runtime.TriggerUndo, "fork"} {
@@ -249,13 +252,15 @@ func TestOwnTrigger(t *testing.T) {
 	r.automatic(t, "s", "exec,1h", nil)
 	r.create(t, "without")
 	for _, trigger := range []string{runtime.TriggerExec, runtime.TriggerInterval} {
-		if _, err := r.Checkpoint(ctx, "s", runtime.CheckpointOptions{Trigger: trigger}); !errors.Is(err, runtime.ErrInvalid) {
+		if _, err := r.Checkpoint(ctx, "s",
+			runtime.CheckpointOptions{Trigger: trigger}); !errors.Is(err, runtime.ErrInvalid) {
 			t.Errorf("%s: %v", trigger, err)
 		}
 		r.take(t, "without", runtime.CheckpointOptions{Trigger: trigger})
 	}
 	r.take(t, "s", runtime.CheckpointOptions{Trigger: "mine"})
-	if _, err := r.Checkpoint(ctx, "without", runtime.CheckpointOptions{Trigger: runtime.TriggerUndo}); !errors.Is(err, runtime.ErrInvalid) {
+	if _, err := r.Checkpoint(ctx, "without",
+		runtime.CheckpointOptions{Trigger: runtime.TriggerUndo}); !errors.Is(err, runtime.ErrInvalid) {
 		t.Errorf("undo: %v", err)
 	}
 }
@@ -274,7 +279,8 @@ func TestAtMost(t *testing.T) {
 	}
 	var each int64
 	for i := range 6 {
-		if err := os.WriteFile(filepath.Join(sb.Upperdir, fmt.Sprint(i/2)), []byte(rand.Text()+rand.Text()), 0o600); err != nil {
+		if err := os.WriteFile(filepath.Join(sb.Upperdir, fmt.Sprint(i/2)),
+			[]byte(rand.Text()+rand.Text()), 0o600); err != nil {
 			t.Fatal(err)
 		}
 		each += r.take(t, sb.ID, runtime.CheckpointOptions{}).Bytes
@@ -312,7 +318,8 @@ func BenchmarkInterval(b *testing.B) {
 			i := 0
 			round := func(opts runtime.CheckpointOptions) {
 				i++
-				if err := os.WriteFile(filepath.Join(sb.Upperdir, fmt.Sprint(i)), []byte(fmt.Sprint(i)), 0o600); err != nil {
+				if err := os.WriteFile(filepath.Join(sb.Upperdir, fmt.Sprint(i)),
+					[]byte(fmt.Sprint(i)), 0o600); err != nil {
 					b.Fatal(err)
 				}
 				r.take(b, sb.ID, opts)

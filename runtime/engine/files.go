@@ -12,7 +12,9 @@ import (
 )
 
 // onRoot runs fn on a sandbox's root filesystem.
-func (bx *sandboxes) onRoot(ctx context.Context, ref string, write bool, fn func(root string, ids *idmap.Map) error) error {
+func (bx *sandboxes) onRoot(
+	ctx context.Context, ref string, write bool, fn func(root string, ids *idmap.Map) error,
+) error {
 	sb, err := bx.locate(ctx, ref)
 	if err == nil && write {
 		err = mayUse(sb.Sandbox)
@@ -30,7 +32,9 @@ func (bx *sandboxes) onRoot(ctx context.Context, ref string, write bool, fn func
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
 	return e.verb(ctx, errorsNamed(reads(onSandbox("cp", ref))), func(ctx context.Context) error {
-		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error { return cptar.From(ctx, root, ids, path, w) })
+		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error {
+			return cptar.From(ctx, root, ids, path, w)
+		})
 	})
 }
 
@@ -39,13 +43,17 @@ func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) erro
 	op := onSandbox("cp", ref)
 	op.To, op.ErrorsNamed = path, true
 	return e.verb(ctx, op, func(ctx context.Context) error {
-		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error { return cptar.To(ctx, root, ids, path, r) })
+		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error {
+			return cptar.To(ctx, root, ids, path, r)
+		})
 	})
 }
 
 // Files runs fn on the sandbox's root filesystem.
 func (e *Engine) Files(ctx context.Context, ref string, fn func(*policy.Jail) error) error {
-	return e.verb(ctx, &runtime.Op{Verb: "files", Ref: ref, About: runtime.AboutSandbox, Reads: runtime.OnlyReads(ctx), ErrorsNamed: true}, func(ctx context.Context) error {
+	return e.verb(ctx, &runtime.Op{
+		Verb: "files", Ref: ref, About: runtime.AboutSandbox, Reads: runtime.OnlyReads(ctx), ErrorsNamed: true,
+	}, func(ctx context.Context) error {
 		return e.sandboxes.files(ctx, ref, fn)
 	})
 }
@@ -74,12 +82,13 @@ func (bx *sandboxes) files(ctx context.Context, ref string, fn func(*policy.Jail
 
 // Stat describes a path in the sandbox.
 func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
-	return verb(ctx, e, errorsNamed(reads(onSandbox("stat", ref))), func(ctx context.Context) (out runtime.PathStat, err error) {
-		err = e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
-			st, err := cptar.StatPath(root, path)
-			out = runtime.PathStat(st)
-			return err
+	return verb(ctx, e, errorsNamed(reads(onSandbox("stat", ref))),
+		func(ctx context.Context) (out runtime.PathStat, err error) {
+			err = e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
+				st, err := cptar.StatPath(root, path)
+				out = runtime.PathStat(st)
+				return err
+			})
+			return out, err
 		})
-		return out, err
-	})
 }

@@ -28,11 +28,14 @@ func noGrants(g runtime.Grants, why string) error {
 
 // foreignHint says how to choose a foreign checkpoint.
 func foreignHint(sandbox string) string {
-	return "A checkpoint from elsewhere is not chosen unasked. Name it, or give --foreign: agentbox checkpoint ls " + sandbox
+	return "A checkpoint from elsewhere is not chosen unasked. Name it, or give --foreign: agentbox checkpoint ls " +
+		sandbox
 }
 
 func onlyForeign(sandbox string) error {
-	return hint(fmt.Errorf("checkpoint of %s that was made here: %w", sandbox, runtime.ErrNotFound), foreignHint(sandbox))
+	return hint(
+		fmt.Errorf("checkpoint of %s that was made here: %w", sandbox, runtime.ErrNotFound),
+		foreignHint(sandbox))
 }
 
 // claim turns the spec of a foreign checkpoint into that of the sandbox that is made from it,
@@ -58,21 +61,27 @@ func claim(s *runtime.Spec, row store.Checkpoint, g runtime.Grants, processes bo
 	}
 	s.ID, s.Name, s.ImageDigest, s.Policy = row.SandboxID, row.SandboxName, row.ImageDigest, nil
 	s.Mounts = slices.Concat(slices.DeleteFunc(slices.Clone(s.Mounts), func(m runtime.Mount) bool {
-		return slices.ContainsFunc(g.Mounts, func(o runtime.Mount) bool { return path.Clean(o.Target) == path.Clean(m.Target) })
+		return slices.ContainsFunc(g.Mounts, func(o runtime.Mount) bool {
+			return path.Clean(o.Target) == path.Clean(m.Target)
+		})
 	}), g.Mounts)
 	s.Network.Ports = slices.Concat(s.Network.Ports, g.Ports)
 	if s.Network.Mode == runtime.NetworkHost || s.Network.Mode == runtime.NetworkNone {
 		if s.Network.Ports = nil; len(g.Ports) > 0 {
-			return nil, fmt.Errorf("%w: ports need the network bridge, and the checkpoint is for %s", runtime.ErrInvalid, s.Network.Mode)
+			return nil, fmt.Errorf("%w: ports need the network bridge, and the checkpoint is for %s",
+				runtime.ErrInvalid, s.Network.Mode)
 		}
 	}
 	if g.TrustSpec {
 		return nil, nil
 	}
 	for _, m := range asked.Mounts {
-		given := slices.ContainsFunc(s.Mounts, func(o runtime.Mount) bool { return path.Clean(o.Target) == path.Clean(m.Target) })
+		given := slices.ContainsFunc(s.Mounts, func(o runtime.Mount) bool {
+			return path.Clean(o.Target) == path.Clean(m.Target)
+		})
 		if processes && !given {
-			return nil, hint(fmt.Errorf("%w: the checkpoint comes from elsewhere, and its processes have %s", runtime.ErrDenied, mountText(m)),
+			return nil, hint(fmt.Errorf("%w: the checkpoint comes from elsewhere, and its processes have %s",
+				runtime.ErrDenied, mountText(m)),
 				"Give it one there with --mount, or restore its files alone: --files-only.")
 		}
 	}
@@ -101,7 +110,9 @@ func (r *restoration) fits() error {
 			"Restore its files alone (--files-only), or have the sandbox made again (--strategy recreate).")
 	}
 	for _, m := range asked.Mounts {
-		if !slices.ContainsFunc(r.spec.Mounts, func(o runtime.Mount) bool { return path.Clean(o.Target) == path.Clean(m.Target) }) {
+		if !slices.ContainsFunc(r.spec.Mounts, func(o runtime.Mount) bool {
+			return path.Clean(o.Target) == path.Clean(m.Target)
+		}) {
 			return lacks(mountText(m))
 		}
 	}
@@ -131,7 +142,8 @@ func (a *admission) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.G
 	}
 	got, err := judged(*s, p, !processes || s.IDs != nil)
 	if err != nil {
-		return hint(err, "The checkpoint comes from elsewhere: the policy "+p.Name+" decides. Name another one with --policy.")
+		return hint(err, "The checkpoint comes from elsewhere: the policy "+p.Name+
+			" decides. Name another one with --policy.")
 	}
 	grant(s, p, got)
 	for i := range s.Mounts {
@@ -147,9 +159,11 @@ func (a *admission) readmitOf(row store.Checkpoint, s *runtime.Spec, g runtime.G
 // sandbox itself, and what restricts it.
 func modest(s runtime.Spec, processes bool) runtime.Spec {
 	out := runtime.Spec{
-		Image: s.Image, ImageSource: s.ImageSource, Args: s.Args, Env: s.Env, Workdir: s.Workdir, User: s.User, Hostname: s.Hostname,
+		Image: s.Image, ImageSource: s.ImageSource, Args: s.Args, Env: s.Env, Workdir: s.Workdir,
+		User: s.User, Hostname: s.Hostname,
 		Terminal: s.Terminal, OpenStdin: s.OpenStdin, Init: s.Init, ReadOnly: s.ReadOnly, StopSignal: s.StopSignal,
-		Secrets: s.Secrets, Volumes: s.Volumes, Resources: s.Resources, IDs: s.IDs, Adopted: s.Adopted, Backend: s.Backend,
+		Secrets: s.Secrets, Volumes: s.Volumes, Resources: s.Resources, IDs: s.IDs,
+		Adopted: s.Adopted, Backend: s.Backend,
 		Network:  runtime.Network{Mode: s.Network.Mode, Egress: s.Network.Egress},
 		Security: runtime.Security{NoNewPrivileges: s.Security.NoNewPrivileges},
 	}
@@ -157,7 +171,9 @@ func modest(s runtime.Spec, processes bool) runtime.Spec {
 		out.Network = runtime.Network{}
 	}
 	if caps := s.Security.Capabilities; caps != nil {
-		out.Security.Capabilities = slices.DeleteFunc(slices.Clone(caps), func(c string) bool { return !slices.Contains(usual(processes), c) })
+		out.Security.Capabilities = slices.DeleteFunc(slices.Clone(caps), func(c string) bool {
+			return !slices.Contains(usual(processes), c)
+		})
 	}
 	for _, m := range s.Mounts {
 		if m.Type == "tmpfs" {
@@ -197,7 +213,9 @@ func asks(s runtime.Spec, processes bool) (list []string) {
 		say("the restart policy %s", s.Restart.Policy)
 	}
 	sec := s.Security
-	if more := slices.DeleteFunc(slices.Clone(sec.Capabilities), func(c string) bool { return slices.Contains(usual(processes), c) }); len(more) > 0 {
+	if more := slices.DeleteFunc(slices.Clone(sec.Capabilities), func(c string) bool {
+		return slices.Contains(usual(processes), c)
+	}); len(more) > 0 {
 		say("the capabilities %s", strings.Join(more, ", "))
 	}
 	if sec.NewPrivileges {
@@ -244,7 +262,9 @@ func checkForeign(s runtime.Spec) error {
 		return bad(fmt.Sprintf("network %.40q", s.Network.Mode))
 	}
 	for _, list := range [][]string{s.Args, s.Env, {s.Workdir, s.User, s.Hostname}} {
-		if i := slices.IndexFunc(list, func(t string) bool { return !utf8.ValidString(t) || strings.ContainsRune(t, 0) }); i >= 0 {
+		if i := slices.IndexFunc(list, func(t string) bool {
+			return !utf8.ValidString(t) || strings.ContainsRune(t, 0)
+		}); i >= 0 {
 			return bad(fmt.Sprintf("%.40q is no text", list[i]))
 		}
 	}

@@ -105,7 +105,11 @@ func newForeign(t *testing.T) *foreign {
 	if err != nil {
 		t.Fatal(err)
 	}
-	own, err := here.Create(ctx, runtime.CreateRequest{Policy: trusted, Spec: runtime.Spec{Name: "own", Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone}}})
+	own, err := here.Create(ctx, runtime.CreateRequest{
+		Policy: trusted, Spec: runtime.Spec{
+			Name: "own", Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,18 +118,28 @@ func newForeign(t *testing.T) *foreign {
 		m["warnings"], m["trigger"], m["created"] = []string{"all is well"}, "interval", "2040-01-01T00:00:00Z"
 		m["labels"] = map[string]string{"agentbox.session": "x", "step": "1"}
 		s["args"] = []string{"sh", "-c", "evil"}
-		s["mounts"] = []runtime.Mount{{Type: "bind", Source: f.host, Target: "/host"}, {Type: "volume", Source: "v", Target: "/v"}, {Type: "tmpfs", Target: "/t"}}
-		s["network"] = runtime.Network{Mode: runtime.NetworkHost, Group: "friends", Ports: []runtime.Port{{Host: 80, Sandbox: 80, Protocol: "tcp"}}}
+		s["mounts"] = []runtime.Mount{
+			{Type: "bind", Source: f.host, Target: "/host"}, {Type: "volume", Source: "v", Target: "/v"},
+			{Type: "tmpfs", Target: "/t"},
+		}
+		s["network"] = runtime.Network{
+			Mode: runtime.NetworkHost, Group: "friends",
+			Ports: []runtime.Port{{Host: 80, Sandbox: 80, Protocol: "tcp"}},
+		}
 		s["restart"] = runtime.Restart{Policy: runtime.RestartAlways}
 		s["labels"] = map[string]string{"agentbox.mcp": "somebody x", "team": "ops"}
 		s["policy"] = own.Spec.Policy
-		s["security"] = runtime.Security{Capabilities: []string{"CHOWN", "NET_RAW", "SYS_ADMIN"}, Seccomp: "unconfined", AppArmor: "unconfined", NewPrivileges: true, IOUring: true}
+		s["security"] = runtime.Security{
+			Capabilities: []string{"CHOWN", "NET_RAW", "SYS_ADMIN"}, Seccomp: "unconfined", AppArmor: "unconfined",
+			NewPrivileges: true, IOUring: true,
+		}
 		s["ids"] = idmap.Map{Base: 0, Size: 65536}
 		s["auto_remove"], s["checkpoint_every"] = true, "1s"
 		s["lifetime"] = runtime.Lifetime{TTL: time.Hour}
 		s["id"], s["name"] = own.ID, own.Name
 	})
-	if f.c, err = here.ImportCheckpoint(ctx, bytes.NewReader(f.archive), runtime.ImportOptions{Image: "base"}); err != nil {
+	if f.c, err = here.ImportCheckpoint(ctx, bytes.NewReader(f.archive),
+		runtime.ImportOptions{Image: "base"}); err != nil {
 		t.Fatal(err)
 	}
 	return f
@@ -141,13 +155,15 @@ func (f *foreign) modest(t *testing.T, sb runtime.Sandbox) {
 		t.Errorf("mounts %+v", s.Mounts)
 	case s.Network.Mode != runtime.NetworkBridge || s.Network.Group != "" || len(s.Network.Ports) > 0:
 		t.Errorf("network %+v", s.Network)
-	case s.Restart != (runtime.Restart{}) || s.AutoRemove || s.CheckpointEvery != "" || s.Lifetime != (runtime.Lifetime{}):
+	case s.Restart != (runtime.Restart{}) || s.AutoRemove || s.CheckpointEvery != "" ||
+		s.Lifetime != (runtime.Lifetime{}):
 		t.Errorf("%+v, %v, %s, %+v", s.Restart, s.AutoRemove, s.CheckpointEvery, s.Lifetime)
 	case len(s.Labels) > 0 || len(sb.Labels) > 0 || sb.Lease != "" || sb.Group != "":
 		t.Errorf("labels %v, %v, lease %s, group %s", s.Labels, sb.Labels, sb.Lease, sb.Group)
 	case s.Policy == nil || s.Policy.Name != policy.Default:
 		t.Errorf("policy %+v", s.Policy)
-	case !slices.Equal(sec.Capabilities, []string{"CHOWN"}) || sec.Seccomp != "" || sec.AppArmor != "" || sec.NewPrivileges || sec.IOUring:
+	case !slices.Equal(sec.Capabilities, []string{"CHOWN"}) || sec.Seccomp != "" || sec.AppArmor != "" ||
+		sec.NewPrivileges || sec.IOUring:
 		t.Errorf("%+v", sec)
 	case s.IDs == nil || s.IDs.Base < 524288 || s.HostIDs != "":
 		t.Errorf("ids %+v, %s", s.IDs, s.HostIDs)
@@ -160,14 +176,17 @@ func (f *foreign) modest(t *testing.T, sb runtime.Sandbox) {
 func TestForeignGetsNothing(t *testing.T) {
 	f := newForeign(t)
 	c := f.c
-	if !c.Foreign || len(c.Warnings) > 0 || time.Since(c.Created) > time.Hour || c.Created.After(time.Now()) || !slices.Equal(c.Command, []string{"sh", "-c", "evil"}) {
+	if !c.Foreign || len(c.Warnings) > 0 || time.Since(c.Created) > time.Hour || c.Created.After(time.Now()) ||
+		!slices.Equal(c.Command, []string{"sh", "-c", "evil"}) {
 		t.Errorf("%+v", c)
 	}
 	if len(c.Labels) != 1 || c.Labels["step"] != "1" {
 		t.Errorf("labels %v", c.Labels)
 	}
-	for _, want := range []string{"bind " + f.host + " at /host, read-write", "volume v at /v", "the host's network", "group friends", "port :80 of the host", "restart policy always",
-		"capabilities NET_RAW, SYS_ADMIN", "seccomp: unconfined", "AppArmor: unconfined", "io_uring", "new privileges", "label agentbox.mcp=somebody x", "label team=ops", "1s", "--ttl 1h", "removal when it exits"} {
+	for _, want := range []string{"bind " + f.host + " at /host, read-write", "volume v at /v", "the host's network",
+		"group friends", "port :80 of the host", "restart policy always",
+		"capabilities NET_RAW, SYS_ADMIN", "seccomp: unconfined", "AppArmor: unconfined", "io_uring", "new privileges",
+		"label agentbox.mcp=somebody x", "label team=ops", "1s", "--ttl 1h", "removal when it exits"} {
 		if !slices.ContainsFunc(c.Asks, func(s string) bool { return strings.Contains(s, want) }) {
 			t.Errorf("%q is not among what it asks for: %q", want, c.Asks)
 		}
@@ -186,12 +205,14 @@ func TestForeignGetsNothing(t *testing.T) {
 		t.Errorf("fork of the newest: %v", err)
 	}
 	plan, err := f.PlanRestore(ctx, "box", runtime.RestoreOptions{Foreign: true, FilesOnly: true})
-	if text := strings.Join(plan.Effects, "\n"); err != nil || !strings.Contains(text, "sh -c evil") || !strings.Contains(text, "/host") {
+	if text := strings.Join(plan.Effects, "\n"); err != nil || !strings.Contains(text, "sh -c evil") ||
+		!strings.Contains(text, "/host") {
 		t.Errorf("%s, %v", text, err)
 	}
 	for _, filesOnly := range []bool{true, false} {
 		out, err := f.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: "wish", FilesOnly: filesOnly})
-		if err != nil || !strings.Contains(fmt.Sprint(out.Warnings), "bind "+f.host) || strings.Contains(fmt.Sprint(out.Warnings), "all is well") {
+		if err != nil || !strings.Contains(fmt.Sprint(out.Warnings), "bind "+f.host) ||
+			strings.Contains(fmt.Sprint(out.Warnings), "all is well") {
 			t.Fatalf("%q, %v", out.Warnings, err)
 		}
 		f.modest(t, out.Sandbox)
@@ -260,11 +281,13 @@ func TestForeignGrants(t *testing.T) {
 		return out.Sandbox.Spec
 	}
 	s := with(runtime.Grants{Mounts: []runtime.Mount{{Type: "bind", Source: given, Target: "/host", ReadOnly: true}}})
-	if len(s.Mounts) != 2 || s.Mounts[1].Source != given || !s.Mounts[1].ReadOnly || len(s.Network.Ports) > 0 || s.Restart.Policy != "" {
+	if len(s.Mounts) != 2 || s.Mounts[1].Source != given || !s.Mounts[1].ReadOnly || len(s.Network.Ports) > 0 ||
+		s.Restart.Policy != "" {
 		t.Errorf("%+v", s)
 	}
 	s = with(runtime.Grants{Ports: []runtime.Port{{HostIP: "127.0.0.1", Host: 8080, Sandbox: 80, Protocol: "tcp"}}})
-	if len(s.Network.Ports) != 1 || s.Network.Ports[0].Host != 8080 || s.Network.Mode != runtime.NetworkBridge || len(s.Mounts) != 1 {
+	if len(s.Network.Ports) != 1 || s.Network.Ports[0].Host != 8080 ||
+		s.Network.Mode != runtime.NetworkBridge || len(s.Mounts) != 1 {
 		t.Errorf("%+v", s.Network)
 	}
 	s = with(runtime.Grants{Policy: "trusted"})
@@ -275,15 +298,24 @@ func TestForeignGrants(t *testing.T) {
 	if !errors.Is(err, runtime.ErrDenied) || !strings.Contains(fmt.Sprint(fault.Hint(err)), "--policy") {
 		t.Errorf("its capabilities under the policy default: %v, hints %q", err, fault.Hint(err))
 	}
-	_, err = f.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: "wish", Grants: runtime.Grants{Policy: "strict", Mounts: []runtime.Mount{{Type: "bind", Source: given, Target: "/host"}}}})
+	_, err = f.Restore(ctx, "box", runtime.RestoreOptions{
+		Checkpoint: "wish", Grants: runtime.Grants{
+			Policy: "strict", Mounts: []runtime.Mount{{Type: "bind", Source: given, Target: "/host"}},
+		},
+	})
 	if !errors.Is(err, runtime.ErrDenied) {
 		t.Errorf("a mount under the policy strict: %v", err)
 	}
 	s = with(runtime.Grants{TrustSpec: true, Policy: "trusted"})
-	if len(s.Mounts) != 3 || s.Network.Mode != runtime.NetworkHost || s.Restart.Policy != runtime.RestartAlways || s.Security.Seccomp != "unconfined" || s.Labels["team"] != "ops" || s.Policy.Name != "trusted" {
+	if len(s.Mounts) != 3 || s.Network.Mode != runtime.NetworkHost || s.Restart.Policy != runtime.RestartAlways ||
+		s.Security.Seccomp != "unconfined" || s.Labels["team"] != "ops" || s.Policy.Name != "trusted" {
 		t.Errorf("%+v", s)
 	}
-	if _, err = f.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: "wish", Count: 2, Grants: runtime.Grants{Ports: []runtime.Port{{Host: 8080, Sandbox: 80, Protocol: "tcp"}}}}); !errors.Is(err, runtime.ErrInvalid) {
+	if _, err = f.Fork(ctx, "box", runtime.ForkOptions{
+		Checkpoint: "wish", Count: 2, Grants: runtime.Grants{Ports: []runtime.Port{{
+			Host: 8080, Sandbox: 80, Protocol: "tcp",
+		}}},
+	}); !errors.Is(err, runtime.ErrInvalid) {
 		t.Errorf("a port for two forks: %v", err)
 	}
 }
@@ -306,11 +338,13 @@ func TestForeignNonsense(t *testing.T) {
 		"memory":   func(_, s map[string]any) { s["resources"] = runtime.Resources{Memory: -1} },
 		"volume":   func(_, s map[string]any) { s["volumes"] = []string{"../etc"} },
 	} {
-		c, err := here.ImportCheckpoint(ctx, bytes.NewReader(there.forge(t, ck.ID, fn)), runtime.ImportOptions{Name: what, Image: "base"})
+		c, err := here.ImportCheckpoint(ctx, bytes.NewReader(there.forge(t, ck.ID, fn)),
+			runtime.ImportOptions{Name: what, Image: "base"})
 		if err != nil {
 			t.Fatalf("%s: %v", what, err)
 		}
-		if _, err := here.Restore(ctx, what, runtime.RestoreOptions{Checkpoint: c.ID}); !errors.Is(err, runtime.ErrInvalid) {
+		if _, err := here.Restore(ctx, what,
+			runtime.RestoreOptions{Checkpoint: c.ID}); !errors.Is(err, runtime.ErrInvalid) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -324,7 +358,8 @@ func TestForeignIdentity(t *testing.T) {
 		t.Errorf("the same once more: %+v, %v", same, err)
 	}
 	own := f.forge(t, f.c.ID, nil)
-	if same, err = f.ImportCheckpoint(ctx, bytes.NewReader(own), runtime.ImportOptions{}); err != nil || same.ID != f.c.ID {
+	if same, err = f.ImportCheckpoint(ctx, bytes.NewReader(own),
+		runtime.ImportOptions{}); err != nil || same.ID != f.c.ID {
 		t.Errorf("what was exported here: %+v, %v", same, err)
 	}
 	other := f.forge(t, f.c.ID, func(m, _ map[string]any) { m["labels"] = map[string]string{"x": "y"} })
@@ -337,11 +372,13 @@ func TestForeignIdentity(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if same, err = f.ImportCheckpoint(ctx, bytes.NewReader(f.forge(t, mine.ID, nil)), runtime.ImportOptions{}); err != nil || same.Foreign {
+	if same, err = f.ImportCheckpoint(ctx, bytes.NewReader(f.forge(t, mine.ID, nil)),
+		runtime.ImportOptions{}); err != nil || same.Foreign {
 		t.Errorf("one that was made here: %+v, %v", same, err)
 	}
 	other = f.forge(t, mine.ID, func(_, s map[string]any) { s["args"] = []string{"evil"} })
-	if _, err = f.ImportCheckpoint(ctx, bytes.NewReader(other), runtime.ImportOptions{}); !errors.Is(err, runtime.ErrExists) {
+	if _, err = f.ImportCheckpoint(ctx, bytes.NewReader(other),
+		runtime.ImportOptions{}); !errors.Is(err, runtime.ErrExists) {
 		t.Errorf("another of the id of one that was made here: %v", err)
 	}
 }
@@ -353,7 +390,8 @@ func TestForeignStays(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	copied, err := f.ImportCheckpoint(ctx, bytes.NewReader(f.forge(t, mine.ID, nil)), runtime.ImportOptions{Name: "copy"})
+	copied, err := f.ImportCheckpoint(ctx, bytes.NewReader(f.forge(t, mine.ID, nil)),
+		runtime.ImportOptions{Name: "copy"})
 	if err != nil || !copied.Foreign {
 		t.Errorf("of an archive of this host's own, under another name: %+v, %v", copied, err)
 	}
@@ -365,7 +403,8 @@ func TestForeignStays(t *testing.T) {
 		t.Fatal(err)
 	}
 	pulled, err := other.PullCheckpoint(ctx, ref, plain)
-	if err != nil || !pulled.Foreign || strings.Contains(fmt.Sprint(pulled.Warnings), "all is well") || time.Since(pulled.Created) > time.Hour {
+	if err != nil || !pulled.Foreign || strings.Contains(fmt.Sprint(pulled.Warnings), "all is well") ||
+		time.Since(pulled.Created) > time.Hour {
 		t.Errorf("%+v, %v", pulled, err)
 	}
 	if again, err := other.PullCheckpoint(ctx, ref, plain); err != nil || again.ID != pulled.ID {

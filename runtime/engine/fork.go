@@ -113,7 +113,9 @@ func (rs *restores) fork(ctx context.Context, ref string, opts runtime.ForkOptio
 }
 
 // forking follows what makes forks of a checkpoint, and says how much that is.
-func (rs *restores) forking(ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions) (*progress.Meter, error) {
+func (rs *restores) forking(
+	ctx context.Context, row store.Checkpoint, opts runtime.ForkOptions,
+) (*progress.Meter, error) {
 	if opts.Progress == nil {
 		return nil, nil
 	}
@@ -135,13 +137,16 @@ func (rs *restores) forking(ctx context.Context, row store.Checkpoint, opts runt
 }
 
 // forkFrom finds the checkpoint to fork, or takes a new one.
-func (rs *restores) forkFrom(ctx context.Context, ref string, opts runtime.ForkOptions) (row store.Checkpoint, err error) {
+func (rs *restores) forkFrom(
+	ctx context.Context, ref string, opts runtime.ForkOptions,
+) (row store.Checkpoint, err error) {
 	sb, gone, err := rs.owner(ctx, ref)
 	if err != nil {
 		return row, err
 	}
 	if opts.Checkpoint == "" && !gone {
-		c, err := rs.checkpoints.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
+		c, err := rs.checkpoints.takeCheckpoint(ctx, sb.ID,
+			runtime.CheckpointOptions{Trigger: "fork", FilesOnly: opts.FilesOnly, Progress: opts.Progress})
 		if err != nil {
 			return row, err
 		}
@@ -183,7 +188,10 @@ func forkIdentity(s *runtime.Spec, row store.Checkpoint, name string, opts runti
 // forkReceipt says what a fork has of its own, and what it shares with its origin; ports: the
 // origin publishes some.
 func (r *restoration) forkReceipt(ports bool) (f runtime.Forked) {
-	f.Reseeded = []string{"id, name", "hostname", "network address and MAC", "AGENTBOX_SANDBOX, AGENTBOX_SANDBOX_NAME and AGENTBOX_ATTEMPT of new processes"}
+	f.Reseeded = []string{
+		"id, name", "hostname", "network address and MAC",
+		"AGENTBOX_SANDBOX, AGENTBOX_SANDBOX_NAME and AGENTBOX_ATTEMPT of new processes",
+	}
 	if ports && !r.row.Foreign {
 		f.Shared = append(f.Shared, "published ports stay with the origin; the fork has none")
 	}
@@ -193,7 +201,8 @@ func (r *restoration) forkReceipt(ports bool) (f runtime.Forked) {
 		}
 	}
 	if r.row.Attached != nil {
-		f.Shared = append(f.Shared, fmt.Sprintf("host files of the checkpoint (%d) are left as they are", len(r.row.Attached.Paths)))
+		f.Shared = append(f.Shared, fmt.Sprintf("host files of the checkpoint (%d) are left as they are",
+			len(r.row.Attached.Paths)))
 	}
 	for _, secret := range r.spec.Secrets {
 		f.Shared = append(f.Shared, "secret "+secret.Name)
@@ -208,7 +217,9 @@ func (r *restoration) forkReceipt(ports bool) (f runtime.Forked) {
 }
 
 // forkRecord completes the spec of a fork, and returns its record and its backend.
-func (rs *restores) forkRecord(ctx context.Context, row store.Checkpoint, s *runtime.Spec, opts runtime.ForkOptions, full bool) (
+func (rs *restores) forkRecord(
+	ctx context.Context, row store.Checkpoint, s *runtime.Spec, opts runtime.ForkOptions, full bool,
+) (
 	box store.Sandbox, host Host, err error) {
 	if s.Secrets, err = rs.sandboxes.inherited(ctx, row, *s, opts.Secrets); err != nil {
 		return box, host, err
@@ -248,7 +259,8 @@ func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name stri
 		return runtime.Forked{}, err
 	}
 	if s.Adopted {
-		return runtime.Forked{}, hint(fmt.Errorf("%w: its container is its engine's, and agentbox cannot make another", runtime.ErrUnsupported),
+		return runtime.Forked{}, hint(fmt.Errorf("%w: its container is its engine's, and agentbox cannot make another",
+			runtime.ErrUnsupported),
 			"Run it as a sandbox of agentbox: agentbox --backend docker run ...")
 	}
 	full := row.Kind == runtime.KindFull && !opts.FilesOnly && !opts.NoStart
@@ -308,7 +320,10 @@ func forkName(origin, id string) string {
 }
 
 // The files that identify a machine. A file that is missing or empty stays so.
-var seeds = []string{"/etc/machine-id", "/var/lib/dbus/machine-id", "/var/lib/systemd/random-seed", "/var/lib/urandom/random-seed", "/var/lib/misc/random-seed"}
+var seeds = []string{
+	"/etc/machine-id", "/var/lib/dbus/machine-id", "/var/lib/systemd/random-seed", "/var/lib/urandom/random-seed",
+	"/var/lib/misc/random-seed",
+}
 
 const maxSeed = 64 << 10
 
@@ -352,7 +367,8 @@ func (r *forkPart) arrange(ctx context.Context) error {
 
 func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
 	info, err := jail.Lstat(name)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, runtime.ErrNotFound) || err == nil && (!info.Mode().IsRegular() || info.Size() == 0) {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, runtime.ErrNotFound) ||
+		err == nil && (!info.Mode().IsRegular() || info.Size() == 0) {
 		return false, nil
 	}
 	if err != nil {

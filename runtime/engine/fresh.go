@@ -39,7 +39,9 @@ func (k *making) warnFresh() error {
 			return err
 		}
 		if len(list) > 0 {
-			k.row.Warnings = append(k.row.Warnings, fmt.Sprintf("%s is mounted by the engine, and what is in it (%d files) is not part of the checkpoint", dir, len(list)))
+			k.row.Warnings = append(k.row.Warnings,
+				fmt.Sprintf("%s is mounted by the engine, and what is in it (%d files) is not part of the checkpoint",
+					dir, len(list)))
 		}
 	}
 	return nil
@@ -57,7 +59,8 @@ func (k *making) checkFresh(images string) error {
 	for _, f := range files {
 		for _, dir := range k.c.Fresh {
 			if below, in := strings.CutPrefix(path.Clean(f.Path), dir+"/"); in && below != "" {
-				return hint(fmt.Errorf("%w: a process has %s open, and the engine mounts %s empty at every start", runtime.ErrUnsupported, f.Path, dir),
+				return hint(fmt.Errorf("%w: a process has %s open, and the engine mounts %s empty at every start",
+					runtime.ErrUnsupported, f.Path, dir),
 					fmt.Sprintf("Start the container with one of its own (--tmpfs %s), or take a checkpoint with --files-only.", dir))
 			}
 		}

@@ -18,7 +18,10 @@ import (
 
 // beneath opens a directory of the upperdir without following links or mounts.
 func beneath(root int, dir string) (int, error) {
-	how := unix.OpenHow{Flags: unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV}
+	how := unix.OpenHow{
+		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV,
+	}
 	return unix.Openat2(root, "./"+strings.TrimPrefix(dir, "/"), &how)
 }
 
@@ -68,7 +71,8 @@ func remapped(upper, images string) (times []stage.DirTime, remove func() error,
 		}
 		for _, t := range times {
 			if fd, err := beneath(root, t.Path); err == nil {
-				errs = append(errs, unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd), []unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Sec: t.Sec, Nsec: t.Nsec}}, 0))
+				errs = append(errs, unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd),
+					[]unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Sec: t.Sec, Nsec: t.Nsec}}, 0))
 				unix.Close(fd)
 			}
 		}
@@ -76,7 +80,9 @@ func remapped(upper, images string) (times []stage.DirTime, remove func() error,
 	}
 	for _, l := range links {
 		if err := link(root, l); err != nil {
-			return nil, none, errors.Join(fmt.Errorf("link %s to %s for a process that holds it by another name: %w", l.New, l.Old, err), remove())
+			return nil, none, errors.Join(
+				fmt.Errorf("link %s to %s for a process that holds it by another name: %w", l.New, l.Old, err),
+				remove())
 		}
 		made = append(made, l.New)
 	}

@@ -20,7 +20,9 @@ func (e *Engine) History(ctx context.Context, ref string, opts runtime.HistoryOp
 	})
 }
 
-func (cs *checkpoints) history(ctx context.Context, ref string, opts runtime.HistoryOptions) (_ []runtime.HistoryEntry, err error) {
+func (cs *checkpoints) history(
+	ctx context.Context, ref string, opts runtime.HistoryOptions,
+) (_ []runtime.HistoryEntry, err error) {
 	sb, _, err := cs.owner(ctx, ref)
 	if err != nil {
 		return nil, err
@@ -36,7 +38,10 @@ func (cs *checkpoints) history(ctx context.Context, ref string, opts runtime.His
 	list := make([]runtime.HistoryEntry, len(rows))
 	at := map[string]int{}
 	for i, row := range rows {
-		list[i] = runtime.HistoryEntry{Checkpoint: checkpointView(row), Children: []string{}, Head: row.ID == sb.Head, Forks: []runtime.ForkedInto{}}
+		list[i] = runtime.HistoryEntry{
+			Checkpoint: checkpointView(row), Children: []string{}, Head: row.ID == sb.Head,
+			Forks: []runtime.ForkedInto{},
+		}
 		for _, f := range forks[row.ID] {
 			list[i].Forks = append(list[i].Forks, runtime.ForkedInto{Sandbox: f.ID, SandboxName: f.Name})
 		}
@@ -88,7 +93,8 @@ func (e *core) certain(ctx context.Context, ref string, sb store.Sandbox) error 
 	if err != nil {
 		return err
 	}
-	return hint(fmt.Errorf("%w: %q begins the id of sandbox %s and is the name of a removed one", runtime.ErrInvalid, ref, sb.Name),
+	return hint(fmt.Errorf("%w: %q begins the id of sandbox %s and is the name of a removed one",
+		runtime.ErrInvalid, ref, sb.Name),
 		fmt.Sprintf("Name the one that is there %s, the removed one %s.", sb.Name, row.SandboxID))
 }
 

@@ -51,7 +51,8 @@ func (h *hooks) before(ctx context.Context, point string) error {
 			if ctx.Err() != nil {
 				return err
 			}
-			return hint(fmt.Errorf("%w: %w", runtime.ErrDenied, err), fmt.Sprintf("Nothing was changed. The hook is one of policy %s.", h.facts.Policy))
+			return hint(fmt.Errorf("%w: %w", runtime.ErrDenied, err),
+				fmt.Sprintf("Nothing was changed. The hook is one of policy %s.", h.facts.Policy))
 		}
 	}
 	return nil
@@ -90,7 +91,8 @@ func (h *hooks) run(ctx context.Context, point string, hook policy.Hook) error {
 	}
 	began := time.Now()
 	said, err := hostRun(ctx, hook.Run, h.environ(facts), append(input, '\n'), hook.Timeout)
-	h.e.log.Debug("hook run", "sandbox", facts.Sandbox.ID, "hook", point, "program", hook.Run[0], "took", time.Since(began), "err", err)
+	h.e.log.Debug("hook run", "sandbox", facts.Sandbox.ID, "hook", point, "program", hook.Run[0], "took",
+		time.Since(began), "err", err)
 	if err != nil {
 		return failed(saying(err, said))
 	}

@@ -25,7 +25,9 @@ type idling struct {
 }
 
 // look takes a sample, if it is time to, and returns when to take the next.
-func (i *idling) look(e *limits, c runtime.Container, id string, limit time.Duration) (quiet, again time.Duration, err error) {
+func (i *idling) look(
+	e *limits, c runtime.Container, id string, limit time.Duration,
+) (quiet, again time.Duration, err error) {
 	window := min(max(limit/10, 50*time.Millisecond), latest)
 	now := uptime()
 	span := now - i.at

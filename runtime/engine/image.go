@@ -28,14 +28,15 @@ type localImages struct {
 
 // ImportImage makes an image from a tarball or a directory.
 func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "image import", Ref: name, From: source}, func(ctx context.Context) (runtime.Image, error) {
-		to, err := e.imageStore()
-		if err != nil {
-			return runtime.Image{}, err
-		}
-		img, err := to.Import(ctx, name, source)
-		return imageView(img), err
-	})
+	return verb(ctx, e, &runtime.Op{Verb: "image import", Ref: name, From: source},
+		func(ctx context.Context) (runtime.Image, error) {
+			to, err := e.imageStore()
+			if err != nil {
+				return runtime.Image{}, err
+			}
+			img, err := to.Import(ctx, name, source)
+			return imageView(img), err
+		})
 }
 
 // ImportImageFrom makes an image from a tar stream.
@@ -105,12 +106,15 @@ func unreachable(ref string, err error) error {
 
 // PushImage writes an image to another place.
 func (e *Engine) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "image push", Ref: ref, To: to}, func(ctx context.Context) (runtime.PushedImage, error) {
-		return e.images.pushImage(ctx, ref, to, opts)
-	})
+	return verb(ctx, e, &runtime.Op{Verb: "image push", Ref: ref, To: to},
+		func(ctx context.Context) (runtime.PushedImage, error) {
+			return e.images.pushImage(ctx, ref, to, opts)
+		})
 }
 
-func (im *localImages) pushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (out runtime.PushedImage, err error) {
+func (im *localImages) pushImage(
+	ctx context.Context, ref, to string, opts image.SourceOptions,
+) (out runtime.PushedImage, err error) {
 	from, err := im.imageStore()
 	if err != nil {
 		return out, err
@@ -127,7 +131,9 @@ func (im *localImages) pushImage(ctx context.Context, ref, to string, opts image
 		return out, err
 	}
 	if dest.here {
-		return out, hint(fmt.Errorf("%w: %s names no place but this one", runtime.ErrInvalid, to), "Write docker://"+to+" for a registry, or give the image one more name with: agentbox image tag "+ref+" "+to)
+		return out, hint(fmt.Errorf("%w: %s names no place but this one", runtime.ErrInvalid, to),
+			"Write docker://"+to+" for a registry, or give the image one more name with: agentbox image tag "+ref+" "+
+				to)
 	}
 	v1, err := from.V1(ctx, img.Digest)
 	if err != nil {
@@ -164,17 +170,22 @@ func chosenDestination(to string, opts image.SourceOptions) (destination, error)
 	case ref.Transport == reference.Dir || ref.Transport == reference.Bootstrap:
 		return destination{}, fmt.Errorf("%w: images are not written to %s", runtime.ErrUnsupported, ref)
 	case ref.Transport == reference.Docker && ref.Digest != "":
-		return destination{}, fmt.Errorf("%w: %s names an image by its digest, which is not known yet", runtime.ErrInvalid, to)
-	case url && cfg.Default == "" && strings.HasPrefix(ref.Name, "docker.io/") && !strings.HasPrefix(rest, "docker.io/"):
+		return destination{}, fmt.Errorf("%w: %s names an image by its digest, which is not known yet",
+			runtime.ErrInvalid, to)
+	case url && cfg.Default == "" && strings.HasPrefix(ref.Name, "docker.io/") &&
+		!strings.HasPrefix(rest, "docker.io/"):
 		// An image of a sandbox may hold secrets.
-		return destination{}, hint(fmt.Errorf("%w: %s names no registry", runtime.ErrInvalid, rest), "Name it: docker://REGISTRY/"+rest+"; Docker Hub is docker.io.")
+		return destination{}, hint(fmt.Errorf("%w: %s names no registry", runtime.ErrInvalid, rest),
+			"Name it: docker://REGISTRY/"+rest+"; Docker Hub is docker.io.")
 	}
 	return destination{name: to, ref: ref, here: ref.Transport == reference.Docker && !url}, nil
 }
 
 // put writes an image to its destination, and returns its name there and the digest of its
 // manifest, if it has one.
-func (im *localImages) put(ctx context.Context, here runtime.Images, to destination, img v1.Image, opts image.SourceOptions) (made image.Image, manifest string, err error) {
+func (im *localImages) put(
+	ctx context.Context, here runtime.Images, to destination, img v1.Image, opts image.SourceOptions,
+) (made image.Image, manifest string, err error) {
 	if to.here {
 		made, err = here.Add(ctx, to.name, img)
 		return made, "", err
@@ -221,9 +232,11 @@ func (im *localImages) inspectImage(ctx context.Context, ref string) (out runtim
 		return out, err
 	}
 	out = runtime.ImageDetails{
-		Image: imageView(got.Image), Names: got.Names, Source: got.Source, ManifestDigest: got.ManifestDigest, ManifestType: got.ManifestType,
-		Config: got.Config, LayerList: got.LayerList, History: got.History, Manifest: got.Manifest, RawConfig: got.RawConfig,
-		UsedBy: append([]string{}, users[got.Digest]...),
+		Image: imageView(got.Image), Names: got.Names, Source: got.Source, ManifestDigest: got.ManifestDigest,
+		ManifestType: got.ManifestType,
+		Config:       got.Config, LayerList: got.LayerList, History: got.History, Manifest: got.Manifest,
+		RawConfig: got.RawConfig,
+		UsedBy:    append([]string{}, users[got.Digest]...),
 	}
 	out.Layers = len(got.LayerList)
 	return out, nil
@@ -269,7 +282,9 @@ func (im *localImages) pruneImages(ctx context.Context, all bool) (out runtime.P
 
 // imageOf finds the image that a sandbox or a checkpoint refers to, and fetches it from its
 // source if it is not here.
-func imageOf(ctx context.Context, from runtime.Images, digest string, s runtime.Spec, opts image.PullOptions) (image.Image, error) {
+func imageOf(
+	ctx context.Context, from runtime.Images, digest string, s runtime.Spec, opts image.PullOptions,
+) (image.Image, error) {
 	img, err := from.ResolveDigest(ctx, digest)
 	if !errors.Is(err, runtime.ErrNotFound) {
 		return img, err
@@ -311,7 +326,8 @@ func (im *localImages) arrived(ctx context.Context, row store.Checkpoint) runtim
 		return out
 	}
 	if _, err := host.Images.ResolveDigest(ctx, row.ImageDigest); errors.Is(err, runtime.ErrNotFound) {
-		out.Warnings = append(slices.Clone(out.Warnings), fmt.Sprintf("its image %s (%s) is not here. %s", s.Image, row.ImageDigest, howToGet(s)))
+		out.Warnings = append(slices.Clone(out.Warnings),
+			fmt.Sprintf("its image %s (%s) is not here. %s", s.Image, row.ImageDigest, howToGet(s)))
 	}
 	return out
 }
@@ -337,7 +353,8 @@ func (im *localImages) removeImage(ctx context.Context, name string) (err error)
 	}
 	if need := users[img.Digest]; len(need) > 0 {
 		if last, err := lastName(ctx, from, img.Digest); err != nil || last {
-			return cmp.Or(err, hint(fmt.Errorf("%w: %s", runtime.ErrState, needed(need)), "Remove what needs it first."))
+			return cmp.Or(err, hint(fmt.Errorf("%w: %s", runtime.ErrState, needed(need)),
+				"Remove what needs it first."))
 		}
 	}
 	needed, failed := im.needs(ctx)

@@ -55,7 +55,9 @@ func TestImageRemovedMeanwhile(t *testing.T) {
 		Open: func(string) (engine.Host, error) { return engine.Host{Backend: backend, Images: b}, nil }})
 	t.Cleanup(func() { e.Close() })
 	create := func(name string) (runtime.Sandbox, error) {
-		return e.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone}}})
+		return e.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+			Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		}})
 	}
 	for what, remove := range map[string]func() error{
 		"rm":    func() error { return e.RemoveImage(ctx, "base") },

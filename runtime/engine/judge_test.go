@@ -36,17 +36,35 @@ func TestFailedStartIsNoRestore(t *testing.T) {
 		because string
 	}{
 		{state, true, runtime.KindFull, standing{status: runtime.Running}, nil, "another program started it"},
-		{state, true, runtime.KindFull, standing{status: runtime.Paused}, nil, "another program started it, and it was paused at the checkpoint"},
-		{state, true, runtime.KindFull, standing{status: runtime.Exited}, runtime.ErrState, "it was restored, and is gone again"},
+		{
+			state, true, runtime.KindFull, standing{status: runtime.Paused}, nil,
+			"another program started it, and it was paused at the checkpoint",
+		},
+		{
+			state, true, runtime.KindFull, standing{status: runtime.Exited}, runtime.ErrState,
+			"it was restored, and is gone again",
+		},
 		{state, true, runtime.KindFull, standing{status: runtime.Created}, runtime.ErrState, "it does not run"},
-		{state, true, runtime.KindFull, standing{status: runtime.Running, err: errors.New("no answer")}, runtime.ErrState, "it is not known whether it runs"},
+		{
+			state, true, runtime.KindFull, standing{status: runtime.Running, err: errors.New("no answer")},
+			runtime.ErrState, "it is not known whether it runs",
+		},
 		{state, true, runtime.KindFull, standing{err: runtime.ErrNotFound}, runtime.ErrState, "it was removed"},
-		{state, false, runtime.KindFull, standing{status: runtime.Running}, runtime.ErrState, "what runs is not the checkpoint"},
+		{
+			state, false, runtime.KindFull, standing{status: runtime.Running}, runtime.ErrState,
+			"what runs is not the checkpoint",
+		},
 		{other, true, runtime.KindFull, standing{status: runtime.Running}, other, "the start failed otherwise"},
 		{nil, true, runtime.KindFull, standing{}, nil, "it was restored"},
-		{nil, false, runtime.KindFull, standing{status: runtime.Running}, runtime.ErrUnsupported, "it was started afresh"},
+		{
+			nil, false, runtime.KindFull, standing{status: runtime.Running}, runtime.ErrUnsupported,
+			"it was started afresh",
+		},
 		{nil, false, runtime.KindFiles, standing{}, nil, "it was to be started afresh"},
-		{state, true, runtime.KindFiles, standing{status: runtime.Running}, runtime.ErrState, "there was nothing to restore"},
+		{
+			state, true, runtime.KindFiles, standing{status: runtime.Running}, runtime.ErrState,
+			"there was nothing to restore",
+		},
 	} {
 		sb := &locked{Sandbox: store.Sandbox{ID: newID()}, host: Host{Backend: c.now}}
 		r := &processesPart{restoration: &restoration{sb: sb, row: store.Checkpoint{Kind: c.kind}}}

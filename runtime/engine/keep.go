@@ -73,9 +73,10 @@ func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
 // Prune removes the checkpoints that no rule keeps and frees unused space. Without a rule
 // the rules of the sandboxes' policies apply.
 func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "prune", Ref: opts.Sandbox, About: runtime.AboutSandbox, Reads: opts.DryRun}, func(ctx context.Context) (runtime.Pruned, error) {
-		return e.upkeep.prune(ctx, opts)
-	})
+	return verb(ctx, e, &runtime.Op{Verb: "prune", Ref: opts.Sandbox, About: runtime.AboutSandbox, Reads: opts.DryRun},
+		func(ctx context.Context) (runtime.Pruned, error) {
+			return e.upkeep.prune(ctx, opts)
+		})
 }
 
 func (up *upkeep) prune(ctx context.Context, opts runtime.PruneOptions) (out runtime.Pruned, err error) {
@@ -96,7 +97,8 @@ func (up *upkeep) prune(ctx context.Context, opts runtime.PruneOptions) (out run
 		sandbox = sb.ID
 	}
 	if rules != (policy.Retention{}) {
-		if err := up.retain(ctx, store.Filter{SandboxID: sandbox}, retention{Keeping: policy.Keeping{All: rules}}, &out); err != nil {
+		if err := up.retain(ctx, store.Filter{SandboxID: sandbox},
+			retention{Keeping: policy.Keeping{All: rules}}, &out); err != nil {
 			return out, err
 		}
 	} else if err := up.keepByPolicy(ctx, sandbox, &out); err != nil {
@@ -105,7 +107,9 @@ func (up *upkeep) prune(ctx context.Context, opts runtime.PruneOptions) (out run
 	if err := up.forgetFailures(ctx, sandbox, true, &out); err != nil {
 		return out, err
 	}
-	got, err := up.store.Reclaim(ctx, store.ReclaimOptions{MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress})
+	got, err := up.store.Reclaim(ctx, store.ReclaimOptions{
+		MaxWaste: opts.MaxWaste, DryRun: opts.DryRun, Progress: opts.Progress,
+	})
 	out.Freed, out.Packs, out.Before, out.After = got.Freed, got.Deleted+got.Rewritten, got.Before, got.After
 	if err == nil && opts.DryRun && len(out.Removed) > 0 {
 		err = up.estimate(ctx, &out)
@@ -190,7 +194,9 @@ func (r retention) candidates(rows []store.Checkpoint, at map[string]string) []p
 	undo := map[string]*store.Attached{} // host files that a sandbox's newer undo checkpoints have
 	list := make([]policy.Kept, 0, len(rows))
 	for _, row := range rows {
-		k := policy.Kept{ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned, Automatic: r.covers(row)}
+		k := policy.Kept{
+			ID: row.ID, Group: row.SandboxID, Created: row.Created, Pinned: row.Pinned, Automatic: r.covers(row),
+		}
 		if heads[row.ID] {
 			k.Protected = append(k.Protected, "head")
 		}
@@ -296,7 +302,9 @@ func (up *upkeep) forgetFailures(ctx context.Context, sandbox string, superseded
 		if row.Created.Before(old) {
 			reason = "failed more than a day ago"
 		}
-		out.Removed = append(out.Removed, runtime.PrunedCheckpoint{Checkpoint: checkpointView(row), Reasons: []string{reason}})
+		out.Removed = append(out.Removed, runtime.PrunedCheckpoint{
+			Checkpoint: checkpointView(row), Reasons: []string{reason},
+		})
 	}
 	return nil
 }
@@ -329,7 +337,9 @@ func (up *upkeep) forget(ctx context.Context, row store.Checkpoint) error {
 
 // Usage returns the disk usage by checkpoint and sandbox.
 func (e *Engine) Usage(ctx context.Context) (runtime.Usage, error) {
-	return verb(ctx, e, reads(on("df", "")), func(ctx context.Context) (runtime.Usage, error) { return e.upkeep.usage(ctx) })
+	return verb(ctx, e, reads(on("df", "")), func(ctx context.Context) (runtime.Usage, error) {
+		return e.upkeep.usage(ctx)
+	})
 }
 
 func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
@@ -338,11 +348,14 @@ func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
 		return out, err
 	}
 	out = runtime.Usage{
-		Root: up.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste, Packs: u.Packs, Pieces: u.Chunks,
+		Root: up.store.Root(), Stored: u.Stored, Raw: u.Raw, Logical: u.Logical, Waste: u.Waste,
+		Packs: u.Packs, Pieces: u.Chunks,
 		Checkpoints: []runtime.CheckpointUsage{}, Sandboxes: []runtime.SandboxUsage{},
 	}
 	for _, c := range u.Checkpoints {
-		out.Checkpoints = append(out.Checkpoints, runtime.CheckpointUsage{Checkpoint: checkpointView(c.Checkpoint), Needs: c.Needs, Unique: c.Unique})
+		out.Checkpoints = append(out.Checkpoints, runtime.CheckpointUsage{
+			Checkpoint: checkpointView(c.Checkpoint), Needs: c.Needs, Unique: c.Unique,
+		})
 	}
 	boxes, err := up.sandboxes.list(ctx)
 	if err != nil {
@@ -389,7 +402,10 @@ func (up *upkeep) verify(ctx context.Context, opts runtime.VerifyOptions) (out r
 		ids = append(ids, row.ID)
 	}
 	got, err := up.store.VerifyAll(ctx, store.VerifyOptions{IDs: ids, ReadData: opts.ReadData, Progress: opts.Progress})
-	out = runtime.VerifyReport{Checkpoints: got.Checkpoints, Pieces: got.Chunks, Bytes: got.Bytes, Damaged: []runtime.Damaged{}, Unrestorable: []runtime.Damaged{}, Notes: slices.Clone(got.Notes)}
+	out = runtime.VerifyReport{
+		Checkpoints: got.Checkpoints, Pieces: got.Chunks, Bytes: got.Bytes, Damaged: []runtime.Damaged{},
+		Unrestorable: []runtime.Damaged{}, Notes: slices.Clone(got.Notes),
+	}
 	if out.Notes == nil {
 		out.Notes = []string{}
 	}
@@ -409,6 +425,8 @@ func (up *upkeep) verify(ctx context.Context, opts runtime.VerifyOptions) (out r
 func (e *Engine) Reindex(ctx context.Context) (runtime.Reindexed, error) {
 	return verb(ctx, e, on("store reindex", ""), func(ctx context.Context) (runtime.Reindexed, error) {
 		got, err := e.store.Reindex(ctx)
-		return runtime.Reindexed{Packs: got.Packs, Pieces: got.Chunks, Checkpoints: got.Checkpoints, Notes: got.Notes}, err
+		return runtime.Reindexed{
+			Packs: got.Packs, Pieces: got.Chunks, Checkpoints: got.Checkpoints, Notes: got.Notes,
+		}, err
 	})
 }

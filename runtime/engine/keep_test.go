@@ -18,7 +18,8 @@ func TestFailuresGo(t *testing.T) {
 	r := newRig(t, nil)
 	fail := func(sb runtime.Sandbox, name string, age time.Duration) {
 		t.Helper()
-		draft, err := r.store.BeginCheckpoint(ctx, store.Checkpoint{Name: name, SandboxID: sb.ID, SandboxName: sb.Name, Kind: store.KindFiles,
+		draft, err := r.store.BeginCheckpoint(ctx, store.Checkpoint{Name: name, SandboxID: sb.ID,
+			SandboxName: sb.Name, Kind: store.KindFiles,
 			ImageDigest: sb.ImageDigest, Spec: []byte("{}"), Created: time.Now().Add(-age)})
 		if err == nil {
 			err = draft.Abort(ctx, fmt.Errorf("the disk was full"))
@@ -157,6 +158,7 @@ func TestPruneBesideCheckpoints(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(did.Removed) == 0 || would.Freed > did.Freed || would.After < did.After {
-		t.Errorf("%d removed; it would free %d and leave %d, and frees %d and leaves %d", len(did.Removed), would.Freed, would.After, did.Freed, did.After)
+		t.Errorf("%d removed; it would free %d and leave %d, and frees %d and leaves %d", len(did.Removed), would.Freed,
+			would.After, did.Freed, did.After)
 	}
 }

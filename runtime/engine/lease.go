@@ -52,11 +52,14 @@ func own(t runtime.LeaseTerms) (o runtime.LeaseOwner, err error) {
 	switch o.Kind {
 	case runtime.OwnerNone:
 		if t.For == 0 {
-			return o, hint(fmt.Errorf("%w: a lease without an owner and without a deadline would never end", runtime.ErrInvalid), "Name an owner or a deadline, or both.")
+			return o, hint(
+				fmt.Errorf("%w: a lease without an owner and without a deadline would never end", runtime.ErrInvalid),
+				"Name an owner or a deadline, or both.")
 		}
 	case runtime.OwnerHeartbeat:
 		if t.Interval < policy.MinLifetime {
-			return o, fmt.Errorf("%w: a heartbeat each %v: the least is %v", runtime.ErrInvalid, t.Interval, policy.MinLifetime)
+			return o, fmt.Errorf("%w: a heartbeat each %v: the least is %v", runtime.ErrInvalid,
+				t.Interval, policy.MinLifetime)
 		}
 		o.Interval, o.Beat = t.Interval, thisBeat()
 	case runtime.OwnerPid:
@@ -64,7 +67,8 @@ func own(t runtime.LeaseTerms) (o runtime.LeaseOwner, err error) {
 	case runtime.OwnerConnection:
 		o.Pid = os.Getpid()
 	default:
-		return o, fmt.Errorf("%w: owner %.20q: choose %s, %s or %s", runtime.ErrInvalid, o.Kind, runtime.OwnerPid, runtime.OwnerHeartbeat, runtime.OwnerNone)
+		return o, fmt.Errorf("%w: owner %.20q: choose %s, %s or %s", runtime.ErrInvalid, o.Kind, runtime.OwnerPid,
+			runtime.OwnerHeartbeat, runtime.OwnerNone)
 	}
 	if o.Pid != 0 {
 		o.Boot = bootID()
@@ -251,9 +255,10 @@ func listLease(l *runtime.Lease, m store.LeaseMembers) {
 
 // RenewLease records a heartbeat of the owner, or sets the deadline.
 func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0}, func(ctx context.Context) (runtime.Lease, error) {
-		return e.leases.renewLease(ctx, ref, deadline)
-	})
+	return verb(ctx, e, &runtime.Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0},
+		func(ctx context.Context) (runtime.Lease, error) {
+			return e.leases.renewLease(ctx, ref, deadline)
+		})
 }
 
 func (ls *leases) renewLease(ctx context.Context, ref string, deadline time.Duration) (_ runtime.Lease, err error) {
@@ -261,7 +266,8 @@ func (ls *leases) renewLease(ctx context.Context, ref string, deadline time.Dura
 		if l.Owner.Kind == runtime.OwnerHeartbeat {
 			l.Owner.Beat = thisBeat()
 		} else if deadline == 0 {
-			return hint(fmt.Errorf("%w: its owner is no heartbeat", runtime.ErrInvalid), "Say until when: agentbox lease renew --for DURATION")
+			return hint(fmt.Errorf("%w: its owner is no heartbeat", runtime.ErrInvalid),
+				"Say until when: agentbox lease renew --for DURATION")
 		}
 		if deadline == 0 {
 			return nil
@@ -286,7 +292,9 @@ func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.Le
 
 // changeLease changes an active lease. A lease that has ended unnoticed begins to end
 // instead.
-func (ls *leases) changeLease(ctx context.Context, ref string, lazy bool, fn func(*runtime.Lease) error) (runtime.Lease, error) {
+func (ls *leases) changeLease(
+	ctx context.Context, ref string, lazy bool, fn func(*runtime.Lease) error,
+) (runtime.Lease, error) {
 	row, err := ls.store.Lease(ctx, ref)
 	if err != nil {
 		return runtime.Lease{}, err
@@ -344,7 +352,9 @@ func (ls *leases) releaseLease(ctx context.Context, ref string) (_ runtime.Lease
 	if row.State == store.LeaseEnded {
 		return runtime.Lease{}, over(row)
 	}
-	if err := ls.beginEnd(ctx, row.ID, func(runtime.Lease) (string, error) { return "it was released", nil }); err != nil {
+	if err := ls.beginEnd(ctx, row.ID, func(runtime.Lease) (string, error) {
+		return "it was released", nil
+	}); err != nil {
 		return runtime.Lease{}, err
 	}
 	if err := ls.freeLease(ctx, row.ID, ""); err != nil {
@@ -377,7 +387,9 @@ func (ls *leases) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.Ch
 	case opts.Lease != "":
 		return ls.activeLease(ctx, opts.Lease)
 	case opts.Temporary && sb.Lease == "":
-		return "", hint(fmt.Errorf("%w: a temporary checkpoint of a sandbox that belongs to no lease", runtime.ErrInvalid), "Name a lease.")
+		return "", hint(
+			fmt.Errorf("%w: a temporary checkpoint of a sandbox that belongs to no lease", runtime.ErrInvalid),
+			"Name a lease.")
 	case opts.Temporary, opts.Trigger == runtime.TriggerExec, opts.Trigger == runtime.TriggerInterval:
 		return sb.Lease, nil
 	}
@@ -385,7 +397,9 @@ func (ls *leases) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.Ch
 }
 
 // HoldLease holds a lease while fn runs.
-func (e *Engine) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) error {
+func (e *Engine) HoldLease(
+	ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error,
+) error {
 	op := on("lease hold", req.Name)
 	return e.verb(ctx, op, func(ctx context.Context) error {
 		return e.leases.holdLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
@@ -395,7 +409,9 @@ func (e *Engine) HoldLease(ctx context.Context, req runtime.LeaseRequest, fn fun
 	})
 }
 
-func (ls *leases) holdLease(ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error) (err error) {
+func (ls *leases) holdLease(
+	ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error,
+) (err error) {
 	if req.Owner != "" && req.Owner != runtime.OwnerConnection || req.Pid != 0 || req.Interval != 0 {
 		return fmt.Errorf("%w: its owner is the connection", runtime.ErrInvalid)
 	}

@@ -42,7 +42,11 @@ func ofPid(pid int) runtime.LeaseTerms {
 
 func (r *rig) leased(t *testing.T, name, lease string) runtime.Sandbox {
 	t.Helper()
-	sb, err := r.Create(ctx, runtime.CreateRequest{Lease: lease, Group: "g", Spec: runtime.Spec{Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone}}})
+	sb, err := r.Create(ctx, runtime.CreateRequest{
+		Lease: lease, Group: "g", Spec: runtime.Spec{
+			Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,7 +95,9 @@ func TestLeaseEndsWithOwner(t *testing.T) {
 	r := newRig(t, nil)
 	owner := process(t)
 	l := r.leaseOf(t, runtime.LeaseRequest{Name: "l", LeaseTerms: ofPid(owner.Process.Pid)})
-	if _, err := r.CreateLease(ctx, runtime.LeaseRequest{Name: "l", LeaseTerms: ofPid(1)}); !errors.Is(err, runtime.ErrExists) {
+	if _, err := r.CreateLease(ctx, runtime.LeaseRequest{
+		Name: "l", LeaseTerms: ofPid(1),
+	}); !errors.Is(err, runtime.ErrExists) {
 		t.Errorf("its name once more: %v", err)
 	}
 	r.leased(t, "a", "l")
@@ -118,14 +124,19 @@ func TestLeaseEndsWithOwner(t *testing.T) {
 	if err := r.PinCheckpoint(ctx, ids["pinned"], true); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Checkpoint(ctx, "other", runtime.CheckpointOptions{Temporary: true}); !errors.Is(err, runtime.ErrInvalid) {
+	if _, err := r.Checkpoint(ctx, "other",
+		runtime.CheckpointOptions{Temporary: true}); !errors.Is(err, runtime.ErrInvalid) {
 		t.Errorf("a temporary checkpoint without a lease: %v", err)
 	}
 	// A fork has the lease that it is given, not its origin's.
-	if _, err := r.Fork(ctx, "a", runtime.ForkOptions{Names: []string{"free"}, Checkpoint: ids["lasting"], NoStart: true}); err != nil {
+	if _, err := r.Fork(ctx, "a", runtime.ForkOptions{
+		Names: []string{"free"}, Checkpoint: ids["lasting"], NoStart: true,
+	}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Fork(ctx, "other", runtime.ForkOptions{Names: []string{"c"}, Checkpoint: ids["other's"], NoStart: true, Lease: "l", Group: "h"}); err != nil {
+	if _, err := r.Fork(ctx, "other", runtime.ForkOptions{
+		Names: []string{"c"}, Checkpoint: ids["other's"], NoStart: true, Lease: "l", Group: "h",
+	}); err != nil {
 		t.Fatal(err)
 	}
 	if sb, err := r.Sandbox(ctx, "c"); err != nil || sb.Lease != l.ID || sb.Group != "h" {
@@ -150,13 +161,16 @@ func TestLeaseEndsWithOwner(t *testing.T) {
 			t.Errorf("checkpoint %s: %+v, %v", name, ck, err)
 		}
 	}
-	if l, err := r.Lease(ctx, "l"); err != nil || l.State != "ended" || !strings.Contains(l.Reason, "process "+strconv.Itoa(owner.Process.Pid)) ||
+	if l, err := r.Lease(ctx, "l"); err != nil || l.State != "ended" ||
+		!strings.Contains(l.Reason, "process "+strconv.Itoa(owner.Process.Pid)) ||
 		!slices.Equal(l.Sandboxes, []string{"a", "b", "c"}) || len(l.Checkpoints) != 4 || l.Over.IsZero() {
 		t.Errorf("on record: %+v, %v", l, err)
 	}
 	for what, err := range map[string]error{
 		"create": func() error {
-			_, err := r.Create(ctx, runtime.CreateRequest{Lease: "l", Spec: runtime.Spec{Image: "base", Args: []string{"true"}}})
+			_, err := r.Create(ctx, runtime.CreateRequest{
+				Lease: "l", Spec: runtime.Spec{Image: "base", Args: []string{"true"}},
+			})
 			return err
 		}(),
 		"renew":    func() error { _, err := r.RenewLease(ctx, "l", time.Hour); return err }(),
@@ -230,7 +244,9 @@ func TestLeaseTransfer(t *testing.T) {
 	if got := r.endLeases(t); !slices.Equal(got, []string{"a"}) {
 		t.Errorf("kept for scoring: %v", got)
 	}
-	if _, err = r.TransferLease(ctx, "l", runtime.LeaseTerms{Owner: runtime.OwnerHeartbeat, Interval: time.Minute, For: 2 * time.Hour}); err != nil {
+	if _, err = r.TransferLease(ctx, "l", runtime.LeaseTerms{
+		Owner: runtime.OwnerHeartbeat, Interval: time.Minute, For: 2 * time.Hour,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	// A minute without a beat; then it is too late for one.
@@ -239,10 +255,13 @@ func TestLeaseTransfer(t *testing.T) {
 		t.Errorf("a beat in time: %v", err)
 	}
 	r.edit(t, l.ID, func(l *runtime.Lease) { l.Owner.Beat.Awake -= time.Minute })
-	if _, err := r.RenewLease(ctx, "l", 0); !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "not renewed within 1m0s") {
+	if _, err := r.RenewLease(ctx, "l", 0); !errors.Is(err, runtime.ErrState) ||
+		!strings.Contains(err.Error(), "not renewed within 1m0s") {
 		t.Errorf("a beat too late: %v", err)
 	}
-	if _, err := r.Create(ctx, runtime.CreateRequest{Lease: "l", Spec: runtime.Spec{Name: "b", Image: "base", Args: []string{"true"}}}); !errors.Is(err, runtime.ErrState) {
+	if _, err := r.Create(ctx, runtime.CreateRequest{
+		Lease: "l", Spec: runtime.Spec{Name: "b", Image: "base", Args: []string{"true"}},
+	}); !errors.Is(err, runtime.ErrState) {
 		t.Errorf("a sandbox of a lease that ends: %v", err)
 	}
 	if got := r.endLeases(t); got != nil {
@@ -257,15 +276,23 @@ func TestLeaseRefused(t *testing.T) {
 		req  runtime.LeaseRequest
 		want error
 	}{
-		"nobody":             {runtime.LeaseRequest{}, runtime.ErrInvalid},
-		"a short deadline":   {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{For: time.Millisecond}}, runtime.ErrInvalid},
-		"a negative one":     {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{For: -1}}, runtime.ErrInvalid},
-		"a short interval":   {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerHeartbeat, Interval: 1}}, runtime.ErrInvalid},
-		"two owners":         {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerHeartbeat, Interval: time.Minute, Pid: 1}}, runtime.ErrInvalid},
+		"nobody": {runtime.LeaseRequest{}, runtime.ErrInvalid},
+		"a short deadline": {
+			runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{For: time.Millisecond}}, runtime.ErrInvalid,
+		},
+		"a negative one": {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{For: -1}}, runtime.ErrInvalid},
+		"a short interval": {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{
+			Owner: runtime.OwnerHeartbeat, Interval: 1,
+		}}, runtime.ErrInvalid},
+		"two owners": {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{
+			Owner: runtime.OwnerHeartbeat, Interval: time.Minute, Pid: 1,
+		}}, runtime.ErrInvalid},
 		"a kind of no owner": {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{Owner: "moon"}}, runtime.ErrInvalid},
-		"a connection":       {runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerConnection}}, runtime.ErrInvalid},
-		"no process":         {runtime.LeaseRequest{LeaseTerms: ofPid(1 << 30)}, runtime.ErrNotFound},
-		"a name":             {runtime.LeaseRequest{Name: "a/b", LeaseTerms: ofPid(1)}, runtime.ErrInvalid},
+		"a connection": {
+			runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerConnection}}, runtime.ErrInvalid,
+		},
+		"no process": {runtime.LeaseRequest{LeaseTerms: ofPid(1 << 30)}, runtime.ErrNotFound},
+		"a name":     {runtime.LeaseRequest{Name: "a/b", LeaseTerms: ofPid(1)}, runtime.ErrInvalid},
 	} {
 		if l, err := r.CreateLease(ctx, c.req); !errors.Is(err, c.want) {
 			t.Errorf("%s: %+v, %v", name, l, err)
@@ -292,7 +319,8 @@ func TestLeaseEndWaits(t *testing.T) {
 	if got := r.endLeases(t); !slices.Equal(got, []string{"busy"}) {
 		t.Errorf("left while a verb is at work: %v", got)
 	}
-	if l, err := r.Lease(ctx, "l"); err != nil || l.State != "ending" || !slices.Equal(l.Sandboxes, []string{"busy", "idle"}) {
+	if l, err := r.Lease(ctx, "l"); err != nil || l.State != "ending" ||
+		!slices.Equal(l.Sandboxes, []string{"busy", "idle"}) {
 		t.Errorf("%+v, %v", l, err)
 	}
 	err = r.store.PutSandbox(ctx, store.Sandbox{ID: store.NewID(), Name: "late", Lease: busy.Lease})

@@ -32,7 +32,9 @@ var errNoBoot = errors.New("which boot of the host this is cannot be told")
 // judgeLease returns why a lease has ended or, if it has not, how soon to check again.
 // It depends on its arguments only: the time by each clock, and whether an owner is
 // alive.
-func judgeLease(l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive func(runtime.LeaseOwner) (bool, error)) (reason string, again time.Duration, err error) {
+func judgeLease(
+	l runtime.Lease, now runtime.Moment, beat runtime.Beat, alive func(runtime.LeaseOwner) (bool, error),
+) (reason string, again time.Duration, err error) {
 	again = latest
 	if now.Boot == "" || beat.Boot == "" {
 		return "", again, errNoBoot
@@ -168,7 +170,8 @@ func (ls *leases) endLeases(ctx context.Context) (did []string, left []runtime.L
 		if l.State == store.LeaseActive {
 			reason, _, err := judgeLease(l, now, beat, ownerAlive)
 			if err == nil && reason != "" {
-				err = guard.Do(func() error { return ls.endIfOver(ctx, l.ID) }) // which judges again; no renewal can intervene
+				// which judges again; no renewal can intervene
+				err = guard.Do(func() error { return ls.endIfOver(ctx, l.ID) })
 				if now, e2 := ls.store.Lease(ctx, l.ID); err == nil && e2 == nil {
 					l.State = now.State
 				}
@@ -287,7 +290,8 @@ func (ls *leases) freeMembers(ctx context.Context, id, by string) error {
 		})
 	})
 	if err == nil {
-		ls.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes), "checkpoints", len(l.Checkpoints))
+		ls.log.Info("lease ended", "lease", id, "name", l.Name, "reason", l.Reason, "sandboxes", len(l.Sandboxes),
+			"checkpoints", len(l.Checkpoints))
 		defer ls.upkeep.tidy(ctx)
 		if _, marked, _ := ls.marks.read(leasesMark); marked {
 			if err := ls.marks.set(leasesMark, bootID()); err != nil { // there may be none left
@@ -314,10 +318,13 @@ func (ls *leases) freeSandbox(ctx context.Context, sb store.Sandbox, l runtime.L
 		return err
 	}
 	// Tell followers of its events why it is removed.
-	if err := ls.events.note(sb.ID, runtime.Event{Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason}); err != nil {
+	if err := ls.events.note(sb.ID, runtime.Event{
+		Time: time.Now(), Type: runtime.EventLease, Name: cmp.Or(l.Name, short(l.ID)), Reason: l.Reason,
+	}); err != nil {
 		ls.log.Warn("end of the lease not reported", "sandbox", sb.ID, "err", err)
 	}
-	err := ls.sandboxes.removeAs(ctx, sb.ID, runtime.ByItself("rm", subjectOf(sb), runtime.Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
+	err := ls.sandboxes.removeAs(ctx, sb.ID, runtime.ByItself("rm", subjectOf(sb),
+		runtime.Own{By: by, Why: ofLease(l)}), runtime.RemoveOptions{Force: true})
 	if errors.Is(err, runtime.ErrNotFound) {
 		return nil
 	}
@@ -340,7 +347,9 @@ func (ls *leases) freeCheckpoint(ctx context.Context, c store.Checkpoint, l runt
 	}
 	var op *runtime.Op
 	if !c.Pinned { // else it stays
-		op = runtime.ByItself("checkpoint rm", runtime.Subject{Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID}, runtime.Own{By: by, Why: ofLease(l)})
+		op = runtime.ByItself("checkpoint rm", runtime.Subject{
+			Sandbox: c.SandboxID, Name: c.SandboxName, Checkpoint: c.ID,
+		}, runtime.Own{By: by, Why: ofLease(l)})
 	}
 	err = ls.observed(ctx, op, func(ctx context.Context) error {
 		removed, err := ls.store.RemoveUnpinned(ctx, c.ID)
@@ -451,7 +460,9 @@ func (ls *leases) keepLeases(ctx context.Context, news <-chan struct{}) {
 
 // await sends to ended when the process of an owner ends. A process that cannot be
 // waited for is checked now and then.
-func await(ctx context.Context, o runtime.LeaseOwner, waiting map[runtime.LeaseOwner]context.CancelFunc, ended chan<- struct{}) {
+func await(
+	ctx context.Context, o runtime.LeaseOwner, waiting map[runtime.LeaseOwner]context.CancelFunc, ended chan<- struct{},
+) {
 	if o.Pid == 0 || waiting[o] != nil {
 		return
 	}

@@ -54,9 +54,10 @@ type sandboxes struct {
 
 // Create creates a sandbox that can be started. On error nothing of it is left.
 func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, ErrorsNamed: true}, func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.sandboxes.createSandbox(ctx, req)
-	})
+	return verb(ctx, e, &runtime.Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, ErrorsNamed: true},
+		func(ctx context.Context) (runtime.Sandbox, error) {
+			return e.sandboxes.createSandbox(ctx, req)
+		})
 }
 
 func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateRequest) (_ runtime.Sandbox, err error) {
@@ -203,7 +204,8 @@ func complete(req runtime.CreateRequest, img image.Image, backend string) (runti
 	s.Workdir = path.Clean("/" + cmp.Or(s.Workdir, img.Config.Workdir))
 	s.StopSignal, s.Volumes = cmp.Or(s.StopSignal, img.Config.StopSignal), img.Config.Volumes
 	if _, err := signal.ParseSignal(s.StopSignal); err != nil && s.StopSignal != "" {
-		return s, hint(fmt.Errorf("%w: stop signal %.40q", runtime.ErrInvalid, s.StopSignal), "Choose one with --stop-signal.")
+		return s, hint(fmt.Errorf("%w: stop signal %.40q", runtime.ErrInvalid, s.StopSignal),
+			"Choose one with --stop-signal.")
 	}
 	s.Hostname = cmp.Or(s.Hostname, short(s.ID))
 	if len(s.Hostname) > 63 {
@@ -303,7 +305,8 @@ func checkMount(m runtime.Mount) error {
 		return fmt.Errorf("%w: bind source %q must be an absolute path", runtime.ErrInvalid, m.Source)
 	}
 	if _, err := os.Stat(m.Source); errors.Is(err, os.ErrNotExist) {
-		return hint(fmt.Errorf("bind source %s: %w", m.Source, runtime.ErrNotFound), "Create it first: agentbox does not make host directories.")
+		return hint(fmt.Errorf("bind source %s: %w", m.Source, runtime.ErrNotFound),
+			"Create it first: agentbox does not make host directories.")
 	} else if err != nil {
 		return err
 	}
@@ -344,7 +347,9 @@ func mayLaunch(sb *locked, s runtime.Spec, c runtime.Container, restart bool) er
 }
 
 // launch is start; unless stop is nil, it stops the sandbox first.
-func (bx *sandboxes) launch(ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions) (wait func() error, err error) {
+func (bx *sandboxes) launch(
+	ctx context.Context, sb *locked, streams *runtime.Streams, stop *runtime.StopOptions,
+) (wait func() error, err error) {
 	defer sb.lock.Unlock()
 	defer func() { bx.started(ctx, sb.Sandbox, err) }()
 	s, err := spec(sb.Sandbox)
@@ -396,7 +401,9 @@ func (bx *sandboxes) launch(ctx context.Context, sb *locked, streams *runtime.St
 			return err
 		}
 		bx.limits.holdFiles(s, c)
-		wait, err = sb.host.Start(ctx, sb.ID, runtime.StartOptions{Streams: streams, Env: identity(s, sb.Attempt), Secrets: secrets})
+		wait, err = sb.host.Start(ctx, sb.ID, runtime.StartOptions{
+			Streams: streams, Env: identity(s, sb.Attempt), Secrets: secrets,
+		})
 		if err != nil {
 			return err
 		}
@@ -448,7 +455,9 @@ func wrongState(name string, is runtime.Status) error {
 }
 
 // inState finds a sandbox and checks that it is in one of the given states.
-func (bx *sandboxes) inState(ctx context.Context, ref string, states ...runtime.Status) (located, runtime.Container, error) {
+func (bx *sandboxes) inState(
+	ctx context.Context, ref string, states ...runtime.Status,
+) (located, runtime.Container, error) {
 	sb, err := bx.locate(ctx, ref)
 	if err != nil {
 		return sb, runtime.Container{}, err
@@ -485,7 +494,9 @@ func (bx *sandboxes) running(ctx context.Context, ref, verb string) (located, er
 
 // Attach connects streams to a running sandbox's first process.
 func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
-	return e.verb(ctx, errorsNamed(onSandbox("attach", ref)), func(ctx context.Context) error { return e.sandboxes.attach(ctx, ref, streams) })
+	return e.verb(ctx, errorsNamed(onSandbox("attach", ref)), func(ctx context.Context) error {
+		return e.sandboxes.attach(ctx, ref, streams)
+	})
 }
 
 func (bx *sandboxes) attach(ctx context.Context, ref string, streams runtime.Streams) error {
@@ -620,7 +631,8 @@ func (bx *sandboxes) kill(ctx context.Context, ref, signal string) (err error) {
 
 func validSignal(name string) error {
 	if sig, err := signal.ParseSignal(name); err != nil || sig < 1 || sig > 64 {
-		return hint(fmt.Errorf("%w: unknown signal %.50q", runtime.ErrInvalid, name), "Write for example SIGTERM, TERM or 15.")
+		return hint(fmt.Errorf("%w: unknown signal %.50q", runtime.ErrInvalid, name),
+			"Write for example SIGTERM, TERM or 15.")
 	}
 	return nil
 }
@@ -636,7 +648,9 @@ func ends(name string, sb store.Sandbox) bool {
 		return false
 	}
 	own, err := signal.ParseSignal(cmp.Or(s.StopSignal, "TERM"))
-	return err == nil && sig == own || slices.Contains([]syscall.Signal{syscall.SIGKILL, syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT}, sig)
+	return err == nil && sig == own || slices.Contains([]syscall.Signal{
+		syscall.SIGKILL, syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT,
+	}, sig)
 }
 
 func isKill(signal string) bool {
@@ -649,12 +663,16 @@ func isKill(signal string) bool {
 
 // Pause freezes every process of a running sandbox.
 func (e *Engine) Pause(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error { return e.sandboxes.freeze(ctx, ref, runtime.Running) })
+	return e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error {
+		return e.sandboxes.freeze(ctx, ref, runtime.Running)
+	})
 }
 
 // Unpause thaws a paused sandbox.
 func (e *Engine) Unpause(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error { return e.sandboxes.freeze(ctx, ref, runtime.Paused) })
+	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error {
+		return e.sandboxes.freeze(ctx, ref, runtime.Paused)
+	})
 }
 
 // freeze pauses a running sandbox, or unpauses a paused one.

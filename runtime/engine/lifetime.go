@@ -100,13 +100,16 @@ func mayStart(s runtime.Spec) error {
 	if !expired(s.Lifetime) {
 		return nil
 	}
-	return hint(fmt.Errorf("%w: its time (%v) was over at %s", runtime.ErrState, s.Lifetime.TTL, expiresAt(s.Lifetime).Local().Format(time.DateTime)),
+	return hint(fmt.Errorf("%w: its time (%v) was over at %s", runtime.ErrState, s.Lifetime.TTL,
+		expiresAt(s.Lifetime).Local().Format(time.DateTime)),
 		"Give it more: agentbox update --ttl DURATION "+s.Name)
 }
 
 // acquireOurs locks a sandbox for an update, and returns its spec and its policy, which may
 // be nil. It refuses an adopted sandbox, whose engine decides.
-func (lm *limits) acquireOurs(ctx context.Context, ref, what string) (sb *locked, s runtime.Spec, p *policy.Policy, err error) {
+func (lm *limits) acquireOurs(
+	ctx context.Context, ref, what string,
+) (sb *locked, s runtime.Spec, p *policy.Policy, err error) {
 	if sb, err = lm.acquire(ctx, ref, "update", lockWait); err != nil {
 		return nil, runtime.Spec{}, nil, err
 	}
@@ -123,13 +126,17 @@ func (lm *limits) acquireOurs(ctx context.Context, ref, what string) (sb *locked
 }
 
 // UpdateLifetime changes how long a sandbox lives, from now on.
-func (e *Engine) UpdateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (runtime.Sandbox, error) {
+func (e *Engine) UpdateLifetime(
+	ctx context.Context, ref string, change runtime.LifetimeChange,
+) (runtime.Sandbox, error) {
 	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
 		return e.limits.updateLifetime(ctx, ref, change)
 	})
 }
 
-func (lm *limits) updateLifetime(ctx context.Context, ref string, change runtime.LifetimeChange) (_ runtime.Sandbox, err error) {
+func (lm *limits) updateLifetime(
+	ctx context.Context, ref string, change runtime.LifetimeChange,
+) (_ runtime.Sandbox, err error) {
 	sb, s, p, err := lm.acquireOurs(ctx, ref, "how long the container lives")
 	if err != nil {
 		return runtime.Sandbox{}, err
@@ -206,13 +213,17 @@ func (lm *limits) expire(ctx context.Context, id string) (done bool, err error) 
 		if err := lm.putDown(ctx, sb, why); err != nil {
 			return false, err
 		}
-		if err := lm.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventExpired, After: int64(s.Lifetime.TTL)}); err != nil {
+		if err := lm.events.note(id, runtime.Event{
+			Time: time.Now(), Type: runtime.EventExpired, After: int64(s.Lifetime.TTL),
+		}); err != nil {
 			return false, err
 		}
 	}
 	if s.AutoRemove && !sb.Kept {
 		op := runtime.ByItself("rm", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: why})
-		return true, lm.observed(ctx, op, func(ctx context.Context) error { return lm.sandboxes.remove(ctx, sb, false) })
+		return true, lm.observed(ctx, op, func(ctx context.Context) error {
+			return lm.sandboxes.remove(ctx, sb, false)
+		})
 	}
 	return true, nil
 }
@@ -230,7 +241,9 @@ func (lm *limits) putDown(ctx context.Context, sb *locked, why string) error {
 
 // stopIdle stops an idle sandbox. An --rm sandbox is kept: idle does not mean done.
 // touched is the time of the last use on which the finding is based.
-func (lm *limits) stopIdle(ctx context.Context, id string, quiet time.Duration, touched time.Time) (done bool, err error) {
+func (lm *limits) stopIdle(
+	ctx context.Context, id string, quiet time.Duration, touched time.Time,
+) (done bool, err error) {
 	sb, s, c, err := lm.overdue(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return true, nil
@@ -242,7 +255,8 @@ func (lm *limits) stopIdle(ctx context.Context, id string, quiet time.Duration, 
 	if !lm.lastUse(id).Equal(touched) {
 		return false, nil
 	}
-	if busy, err := lm.inUse(c, id); err != nil || busy || c.Status != runtime.Running || s.Lifetime.Idle == 0 || quiet < s.Lifetime.Idle {
+	if busy, err := lm.inUse(c, id); err != nil || busy || c.Status != runtime.Running || s.Lifetime.Idle == 0 ||
+		quiet < s.Lifetime.Idle {
 		return false, err
 	}
 	if s.AutoRemove && !sb.Kept {

@@ -56,7 +56,10 @@ func (r *rig) age(t *testing.T, name string, by time.Duration) {
 
 func (r *rig) events(t *testing.T, name string) (types []string) {
 	t.Helper()
-	err := r.Events(ctx, name, runtime.EventOptions{}, func(e runtime.Event) error { types = append(types, e.Type); return nil })
+	err := r.Events(ctx, name, runtime.EventOptions{}, func(e runtime.Event) error {
+		types = append(types, e.Type)
+		return nil
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -101,7 +104,10 @@ func TestRevive(t *testing.T) {
 	if _, err := r.Sandbox(ctx, "gone"); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("what was to go with its exit: %v", err)
 	}
-	for name, want := range map[string]runtime.Status{"over": runtime.Exited, "young": runtime.Running, "idle": runtime.Running, "stopped": runtime.Exited, "plain": runtime.Running} {
+	for name, want := range map[string]runtime.Status{
+		"over": runtime.Exited, "young": runtime.Running, "idle": runtime.Running, "stopped": runtime.Exited,
+		"plain": runtime.Running,
+	} {
 		sb, err := r.Sandbox(ctx, name)
 		if err != nil || sb.Status != want || sb.Expired != (want == runtime.Exited) {
 			t.Errorf("%s is %s, expired %v, %v", name, sb.Status, sb.Expired, err)
@@ -245,7 +251,9 @@ func TestLifetimeOfCheckpoints(t *testing.T) {
 	if sb, err := r.Sandbox(ctx, "box"); err != nil || !sb.Expired {
 		t.Errorf("a restore has begun its time anew: %v", err)
 	}
-	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{Names: []string{"other"}, Checkpoint: ck.ID, NoStart: true}); err != nil {
+	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{
+		Names: []string{"other"}, Checkpoint: ck.ID, NoStart: true,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Remove(ctx, "box", runtime.RemoveOptions{}); err != nil {

@@ -34,7 +34,8 @@ func (k *making) takeManaged() error {
 		switch {
 		case errors.Is(err, fs.ErrNotExist): // never started
 		case errors.Is(err, errTooLarge):
-			k.parts.Warnings = append(slices.Clone(k.parts.Warnings), fmt.Sprintf("%s is %v and not part of the checkpoint", path, err))
+			k.parts.Warnings = append(slices.Clone(k.parts.Warnings),
+				fmt.Sprintf("%s is %v and not part of the checkpoint", path, err))
 		case err != nil:
 			return fmt.Errorf("read %s: %w", path, err)
 		default:
@@ -96,7 +97,8 @@ func putManaged(files map[string]string, manifest store.Manifest, ids *idmap.Map
 			want.UID, want.GID = uint32(ids.Tree(int(want.UID))), uint32(ids.Tree(int(want.GID)))
 		}
 		have, err := readManaged(host, ids)
-		if err == nil && bytes.Equal(have.Data, want.Data) && have.Mode == want.Mode && have.UID == want.UID && have.GID == want.GID {
+		if err == nil && bytes.Equal(have.Data, want.Data) && have.Mode == want.Mode &&
+			have.UID == want.UID && have.GID == want.GID {
 			continue
 		}
 		if err := keepManaged(host); err != nil {

@@ -103,11 +103,15 @@ func TestManagedUnfinished(t *testing.T) {
 		if err := os.WriteFile(hosts+".old", []byte("was"), 0o644); err != nil {
 			t.Fatal(err)
 		}
-		data, err := json.Marshal(map[string]any{"phase": "proven", "was": "exited", "trees": []any{map[string]any{"dir": sb.Upperdir}}})
+		data, err := json.Marshal(map[string]any{
+			"phase": "proven", "was": "exited", "trees": []any{map[string]any{"dir": sb.Upperdir}},
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.store.Begin(ctx, store.Intent{Op: "restore", Sandbox: sb.ID, Checkpoint: then.ID, Data: data}); err != nil {
+		if _, err := r.store.Begin(ctx, store.Intent{
+			Op: "restore", Sandbox: sb.ID, Checkpoint: then.ID, Data: data,
+		}); err != nil {
 			t.Fatal(err)
 		}
 		t.Setenv("AGENTBOX_FAILPOINT", fail+"=error")

@@ -9,18 +9,24 @@ import (
 )
 
 // RemoveCheckpoints deletes the checkpoints that match a filter; see Service.
-func (e *Engine) RemoveCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (runtime.RemovedCheckpoints, error) {
-	return verb(ctx, e, onSandbox("checkpoint rm", filter.Sandbox), func(ctx context.Context) (runtime.RemovedCheckpoints, error) {
-		return e.checkpoints.removeCheckpoints(ctx, filter)
-	})
+func (e *Engine) RemoveCheckpoints(
+	ctx context.Context, filter runtime.CheckpointFilter,
+) (runtime.RemovedCheckpoints, error) {
+	return verb(ctx, e, onSandbox("checkpoint rm", filter.Sandbox),
+		func(ctx context.Context) (runtime.RemovedCheckpoints, error) {
+			return e.checkpoints.removeCheckpoints(ctx, filter)
+		})
 }
 
-func (cs *checkpoints) removeCheckpoints(ctx context.Context, filter runtime.CheckpointFilter) (out runtime.RemovedCheckpoints, err error) {
+func (cs *checkpoints) removeCheckpoints(
+	ctx context.Context, filter runtime.CheckpointFilter,
+) (out runtime.RemovedCheckpoints, err error) {
 	out = runtime.RemovedCheckpoints{Removed: []string{}, Pinned: []string{}}
 	switch {
 	case filter.Policy != "" || filter.Sandbox != "":
 	case filter.Trigger != "" || len(filter.Labels) > 0:
-		return out, hint(fmt.Errorf("%w: a trigger or label filter needs a sandbox or a policy", runtime.ErrInvalid), "Name the policy, or the sandbox, whose checkpoints are to go.")
+		return out, hint(fmt.Errorf("%w: a trigger or label filter needs a sandbox or a policy", runtime.ErrInvalid),
+			"Name the policy, or the sandbox, whose checkpoints are to go.")
 	default:
 		return out, fmt.Errorf("%w: the filter names no checkpoints to remove", runtime.ErrInvalid)
 	}
@@ -72,9 +78,12 @@ func (cs *checkpoints) match(ctx context.Context, sandbox string, opts *runtime.
 		return nil
 	}
 	if opts.Checkpoint != "" || opts.Undo {
-		return fmt.Errorf("%w: a trigger or label filter cannot be combined with a checkpoint or --undo", runtime.ErrInvalid)
+		return fmt.Errorf("%w: a trigger or label filter cannot be combined with a checkpoint or --undo",
+			runtime.ErrInvalid)
 	}
-	list, err := cs.listCheckpoints(ctx, runtime.CheckpointFilter{Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels})
+	list, err := cs.listCheckpoints(ctx, runtime.CheckpointFilter{
+		Sandbox: sandbox, Trigger: opts.Trigger, Labels: opts.Labels,
+	})
 	if err != nil {
 		return err
 	}

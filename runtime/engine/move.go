@@ -42,7 +42,9 @@ func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, 
 	})
 }
 
-func (t *transfers) exportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) (err error) {
+func (t *transfers) exportCheckpoint(
+	ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions,
+) (err error) {
 	row, err := t.checkpoint(ctx, ref)
 	if err != nil {
 		return err
@@ -63,7 +65,9 @@ func (t *transfers) exportCheckpoint(ctx context.Context, ref string, w io.Write
 	if lower := t.lowerOf(ctx, row); len(lower) > 0 {
 		c.Lower = func(name string) ([]portable.LowerEntry, error) { return listLower(lower, name) }
 	}
-	return portable.Export(ctx, w, c, portable.Options{Compress: opts.Compress, Recipients: opts.Recipients, Progress: opts.Progress})
+	return portable.Export(ctx, w, c, portable.Options{
+		Compress: opts.Compress, Recipients: opts.Recipients, Progress: opts.Progress,
+	})
 }
 
 // sound refuses to export or push a checkpoint that is known to be damaged.
@@ -140,13 +144,18 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 }
 
 // ImportCheckpoint reads an archive of agentbox or Podman.
-func (e *Engine) ImportCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (runtime.Checkpoint, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "checkpoint import", Name: opts.Name}, func(ctx context.Context) (runtime.Checkpoint, error) {
-		return e.transfers.importCheckpoint(ctx, r, opts)
-	})
+func (e *Engine) ImportCheckpoint(
+	ctx context.Context, r io.Reader, opts runtime.ImportOptions,
+) (runtime.Checkpoint, error) {
+	return verb(ctx, e, &runtime.Op{Verb: "checkpoint import", Name: opts.Name},
+		func(ctx context.Context) (runtime.Checkpoint, error) {
+			return e.transfers.importCheckpoint(ctx, r, opts)
+		})
 }
 
-func (t *transfers) importCheckpoint(ctx context.Context, r io.Reader, opts runtime.ImportOptions) (_ runtime.Checkpoint, err error) {
+func (t *transfers) importCheckpoint(
+	ctx context.Context, r io.Reader, opts runtime.ImportOptions,
+) (_ runtime.Checkpoint, err error) {
 	if opts.Name != "" {
 		if err := t.vacant(ctx, store.Checkpoint{SandboxName: opts.Name}); err != nil {
 			return runtime.Checkpoint{}, err // before reading an archive that may be long
@@ -157,7 +166,9 @@ func (t *transfers) importCheckpoint(ctx context.Context, r io.Reader, opts runt
 		return runtime.Checkpoint{}, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(scratch)) }()
-	archive, err := portable.Open(ctx, r, portable.OpenOptions{Identities: opts.Identities, Scratch: scratch, Progress: opts.Progress})
+	archive, err := portable.Open(ctx, r, portable.OpenOptions{
+		Identities: opts.Identities, Scratch: scratch, Progress: opts.Progress,
+	})
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -184,7 +195,9 @@ func (t *transfers) importCheckpoint(ctx context.Context, r io.Reader, opts runt
 		return runtime.Checkpoint{}, err
 	}
 	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err) })
-	got, err := archive.Import(ctx, draft, portable.ImportOptions{Trust: opts.Trust, Lower: func(name string) (overlay.Entry, error) { return statLower(lower, name) }})
+	got, err := archive.Import(ctx, draft, portable.ImportOptions{
+		Trust: opts.Trust, Lower: func(name string) (overlay.Entry, error) { return statLower(lower, name) },
+	})
 	if err != nil {
 		return runtime.Checkpoint{}, err
 	}
@@ -196,7 +209,8 @@ func (t *transfers) importCheckpoint(ctx context.Context, r io.Reader, opts runt
 		}
 		parts.Processes = &store.Processes{Count: len(list)}
 		for _, p := range list {
-			parts.Processes.List = append(parts.Processes.List, store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
+			parts.Processes.List = append(parts.Processes.List,
+				store.Process{Pid: p.Pid, Parent: p.Ppid, Command: p.Comm, Stopped: p.Stopped})
 		}
 	}
 	parts.Warnings = got.Notes
@@ -243,7 +257,8 @@ func (t *transfers) vacant(ctx context.Context, row store.Checkpoint) error {
 	if err != nil {
 		return err
 	}
-	return hint(fmt.Errorf("checkpoint %s of sandbox %s: %w (id %s)", row.Name, row.SandboxName, runtime.ErrExists, short(taken.ID)),
+	return hint(fmt.Errorf("checkpoint %s of sandbox %s: %w (id %s)", row.Name, row.SandboxName,
+		runtime.ErrExists, short(taken.ID)),
 		"Remove that one first, or bring this one in as one of another sandbox with --name.")
 }
 
@@ -259,9 +274,12 @@ func (t *transfers) have(ctx context.Context, row store.Checkpoint) (*runtime.Ch
 		// Perhaps an earlier attempt to import it; start over.
 		return nil, t.store.RemoveCheckpoint(ctx, row.ID)
 	case there.Status != store.Ready:
-		return nil, hint(fmt.Errorf("checkpoint %s: %w, and is %s", short(row.ID), runtime.ErrExists, there.Status), "Remove its record first: agentbox checkpoint rm "+short(row.ID))
+		return nil, hint(fmt.Errorf("checkpoint %s: %w, and is %s", short(row.ID), runtime.ErrExists, there.Status),
+			"Remove its record first: agentbox checkpoint rm "+short(row.ID))
 	case there.SandboxID != row.SandboxID || there.SandboxName != row.SandboxName:
-		return nil, hint(fmt.Errorf("checkpoint %s: %w, as one of sandbox %s", short(row.ID), runtime.ErrExists, there.SandboxName), "Use that one.")
+		return nil, hint(
+			fmt.Errorf("checkpoint %s: %w, as one of sandbox %s", short(row.ID), runtime.ErrExists, there.SandboxName),
+			"Use that one.")
 	}
 	origin, err := t.store.Origin(row.ID)
 	if err != nil {
@@ -276,14 +294,19 @@ func (t *transfers) have(ctx context.Context, row store.Checkpoint) (*runtime.Ch
 }
 
 // imported makes the record of a checkpoint from its archive.
-func (t *transfers) imported(ctx context.Context, facts portable.Facts, opts runtime.ImportOptions) (row store.Checkpoint, parts store.Manifest, lower []string, err error) {
+func (t *transfers) imported(
+	ctx context.Context, facts portable.Facts, opts runtime.ImportOptions,
+) (row store.Checkpoint, parts store.Manifest, lower []string, err error) {
 	if facts.Manifest != nil {
 		m, err := store.ParseManifest(facts.Manifest)
 		if err != nil {
 			return row, parts, nil, err
 		}
 		row, err = t.incoming(ctx, m, opts)
-		parts = store.Manifest{Created: m.Created, Versions: m.Versions, TCP: m.TCP, Status: m.Status, Managed: m.Managed, Effect: m.Effect}
+		parts = store.Manifest{
+			Created: m.Created, Versions: m.Versions, TCP: m.TCP, Status: m.Status,
+			Managed: m.Managed, Effect: m.Effect,
+		}
 		for _, v := range m.Volumes {
 			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
 		}
@@ -304,23 +327,32 @@ func (t *transfers) imported(ctx context.Context, facts portable.Facts, opts run
 	}
 	img, err := host.Images.Resolve(ctx, cmp.Or(opts.Image, facts.Image))
 	if err != nil {
-		return row, parts, nil, hint(fmt.Errorf("the archive's image %s: %w", facts.Image, err), "Import that image first, or name with --image what it is called here.")
+		return row, parts, nil, hint(fmt.Errorf("the archive's image %s: %w", facts.Image, err),
+			"Import that image first, or name with --image what it is called here.")
 	}
 
 	s := runtime.Spec{
-		ID: newID(), Name: cmp.Or(opts.Name, facts.Name), Image: cmp.Or(opts.Image, facts.Image), ImageDigest: img.Digest,
-		Args: facts.Args, Env: facts.Env, Workdir: cmp.Or(facts.Workdir, "/"), User: facts.User, Hostname: facts.Hostname,
-		Terminal: facts.Terminal, OpenStdin: facts.OpenStdin, ReadOnly: facts.ReadOnly, StopSignal: facts.Signal, Labels: facts.Labels,
+		ID: newID(), Name: cmp.Or(opts.Name, facts.Name), Image: cmp.Or(opts.Image, facts.Image),
+		ImageDigest: img.Digest,
+		Args:        facts.Args, Env: facts.Env, Workdir: cmp.Or(facts.Workdir, "/"), User: facts.User,
+		Hostname: facts.Hostname,
+		Terminal: facts.Terminal, OpenStdin: facts.OpenStdin, ReadOnly: facts.ReadOnly,
+		StopSignal: facts.Signal, Labels: facts.Labels,
 		Network:   runtime.Network{Mode: cmp.Or(facts.Network, runtime.NetworkNone)},
 		Resources: runtime.Resources{Memory: facts.Memory, CPUs: facts.CPUs, Pids: facts.Pids},
 		Security:  runtime.Security{Capabilities: facts.Capabilities},
 		Backend:   t.first,
 	}
 	for _, p := range facts.Ports {
-		s.Network.Ports = append(s.Network.Ports, runtime.Port{HostIP: p.HostIP, Host: p.Host, Sandbox: p.Container, Protocol: p.Protocol})
+		s.Network.Ports = append(s.Network.Ports, runtime.Port{
+			HostIP: p.HostIP, Host: p.Host, Sandbox: p.Container, Protocol: p.Protocol,
+		})
 	}
 	for _, m := range facts.Mounts {
-		s.Mounts = append(s.Mounts, runtime.Mount{Type: m.Type, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly, Options: strings.Join(m.Options, ",")})
+		s.Mounts = append(s.Mounts, runtime.Mount{
+			Type: m.Type, Source: m.Source, Target: m.Target, ReadOnly: m.ReadOnly,
+			Options: strings.Join(m.Options, ","),
+		})
 	}
 	if err := store.ValidName(s.Name); err != nil {
 		return row, parts, nil, hint(err, "Give it a name with --name.")
@@ -329,11 +361,15 @@ func (t *transfers) imported(ctx context.Context, facts portable.Facts, opts run
 		s.Labels = nil
 	}
 	row = store.Checkpoint{
-		ID: newID(), SandboxID: s.ID, SandboxName: s.Name, Kind: runtime.KindFull, Trigger: "import", Created: time.Now(), Foreign: true,
+		ID: newID(), SandboxID: s.ID, SandboxName: s.Name, Kind: runtime.KindFull, Trigger: "import",
+		Created: time.Now(), Foreign: true,
 		ImageDigest: img.Digest, Labels: map[string]string{"import.engine": facts.Engine},
 	}
 	row.Spec, err = json.Marshal(s)
-	parts = store.Manifest{Created: facts.Created, Status: string(runtime.Running), TCP: runtime.TCPEstablished, Versions: store.Versions{Runtime: facts.Runtime}}
+	parts = store.Manifest{
+		Created: facts.Created, Status: string(runtime.Running), TCP: runtime.TCPEstablished,
+		Versions: store.Versions{Runtime: facts.Runtime},
+	}
 	return row, parts, img.Lower, err
 }
 
@@ -342,9 +378,12 @@ const ownLabels = "agentbox."
 
 // incoming makes the record of a checkpoint from another store. It drops a parent that is not
 // here. The record has no warnings: those of the manifest are only its author's word.
-func (t *transfers) incoming(ctx context.Context, m store.Manifest, opts runtime.ImportOptions) (store.Checkpoint, error) {
+func (t *transfers) incoming(
+	ctx context.Context, m store.Manifest, opts runtime.ImportOptions,
+) (store.Checkpoint, error) {
 	row := store.Checkpoint{
-		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: time.Now(),
+		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
+		Trigger: m.Trigger, Created: time.Now(),
 		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Parent: m.Parent, Foreign: true,
 	}
 	row.Labels = maps.Clone(row.Labels)
@@ -408,7 +447,9 @@ func statLower(layers []string, name string) (overlay.Entry, error) {
 }
 
 // PushCheckpoint stores a checkpoint in a registry.
-func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (runtime.Pushed, error) {
+func (e *Engine) PushCheckpoint(
+	ctx context.Context, ref, reference string, opts runtime.RegistryOptions,
+) (runtime.Pushed, error) {
 	op := onCheckpoint("checkpoint push", ref)
 	op.To = reference
 	return verb(ctx, e, op, func(ctx context.Context) (runtime.Pushed, error) {
@@ -416,7 +457,9 @@ func (e *Engine) PushCheckpoint(ctx context.Context, ref, reference string, opts
 	})
 }
 
-func (t *transfers) pushCheckpoint(ctx context.Context, ref, reference string, opts runtime.RegistryOptions) (_ runtime.Pushed, err error) {
+func (t *transfers) pushCheckpoint(
+	ctx context.Context, ref, reference string, opts runtime.RegistryOptions,
+) (_ runtime.Pushed, err error) {
 	row, err := t.checkpoint(ctx, ref)
 	if err == nil {
 		err = sound(row)
@@ -442,18 +485,23 @@ func (t *transfers) pushCheckpoint(ctx context.Context, ref, reference string, o
 			break // it was removed since
 		}
 	}
-	got, err := registry.Push(ctx, reference, reader, about, registry.Options{PlainHTTP: opts.PlainHTTP, Progress: opts.Progress})
+	got, err := registry.Push(ctx, reference, reader, about,
+		registry.Options{PlainHTTP: opts.PlainHTTP, Progress: opts.Progress})
 	return runtime.Pushed(got), err
 }
 
 // PullCheckpoint fetches a checkpoint from a registry.
-func (e *Engine) PullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (runtime.Checkpoint, error) {
+func (e *Engine) PullCheckpoint(
+	ctx context.Context, reference string, opts runtime.RegistryOptions,
+) (runtime.Checkpoint, error) {
 	return verb(ctx, e, on("checkpoint pull", reference), func(ctx context.Context) (runtime.Checkpoint, error) {
 		return e.transfers.pullCheckpoint(ctx, reference, opts)
 	})
 }
 
-func (t *transfers) pullCheckpoint(ctx context.Context, reference string, opts runtime.RegistryOptions) (_ runtime.Checkpoint, err error) {
+func (t *transfers) pullCheckpoint(
+	ctx context.Context, reference string, opts runtime.RegistryOptions,
+) (_ runtime.Checkpoint, err error) {
 	scratch, err := t.store.PullDir()
 	if err != nil {
 		return runtime.Checkpoint{}, err

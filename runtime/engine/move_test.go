@@ -23,7 +23,8 @@ import (
 func TestDamagedStays(t *testing.T) {
 	r := newRig(t, nil)
 	sb := r.create(t, "box")
-	if err := os.WriteFile(filepath.Join(sb.Upperdir, "a"), []byte(strings.Repeat("precious ", 1000)), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(sb.Upperdir, "a"),
+		[]byte(strings.Repeat("precious ", 1000)), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	ck, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{})
@@ -46,8 +47,9 @@ func TestDamagedStays(t *testing.T) {
 		t.Fatalf("verify: %+v, %v", got, err)
 	}
 	for verb, err := range map[string]error{
-		"export":  r.ExportCheckpoint(ctx, ck.ID, io.Discard, runtime.ExportOptions{}),
-		"push":    second(r.PushCheckpoint(ctx, ck.ID, "127.0.0.1:1/x:y", runtime.RegistryOptions{})), // nothing listens there
+		"export": r.ExportCheckpoint(ctx, ck.ID, io.Discard, runtime.ExportOptions{}),
+		// nothing listens there
+		"push":    second(r.PushCheckpoint(ctx, ck.ID, "127.0.0.1:1/x:y", runtime.RegistryOptions{})),
 		"restore": second(r.Restore(ctx, "box", runtime.RestoreOptions{})),
 		"fork":    second(r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: ck.ID})),
 	} {
@@ -84,7 +86,8 @@ func TestImportConflicts(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err = r.ImportCheckpoint(ctx, in, opts)
-		if !errors.Is(err, runtime.ErrExists) || !strings.Contains(err.Error(), says) || !strings.Contains(strings.Join(fault.Hint(err), " "), "--name") {
+		if !errors.Is(err, runtime.ErrExists) || !strings.Contains(err.Error(), says) ||
+			!strings.Contains(strings.Join(fault.Hint(err), " "), "--name") {
 			t.Errorf("%s: %v, hints %q", what, err, fault.Hint(err))
 		}
 		after, err := r.Checkpoints(ctx, runtime.CheckpointFilter{All: true})
@@ -92,7 +95,8 @@ func TestImportConflicts(t *testing.T) {
 			t.Errorf("%s left %d checkpoints of %d, %v", what, len(after), len(before), err)
 		}
 	}
-	refused(here, "a name that is taken", iotest.ErrReader(errors.New("it is read")), runtime.ImportOptions{Name: "box"}, "sandbox box")
+	refused(here, "a name that is taken", iotest.ErrReader(errors.New("it is read")),
+		runtime.ImportOptions{Name: "box"}, "sandbox box")
 	refused(here, "the name in the archive", bytes.NewReader(archive.Bytes()), runtime.ImportOptions{}, "sandbox box")
 	refused(there, "a checkpoint's name", bytes.NewReader(archive.Bytes()), runtime.ImportOptions{}, "checkpoint good")
 	for _, r := range []*rig{there, here} {
@@ -101,7 +105,8 @@ func TestImportConflicts(t *testing.T) {
 			t.Errorf("under another name: %+v, %v", got, err)
 		}
 	}
-	if out, err := there.Restore(ctx, "copy", runtime.RestoreOptions{Foreign: true}); err != nil || out.Sandbox.Name != "copy" {
+	if out, err := there.Restore(ctx, "copy", runtime.RestoreOptions{Foreign: true}); err != nil ||
+		out.Sandbox.Name != "copy" {
 		t.Errorf("restored: %+v, %v", out, err)
 	}
 }
@@ -138,7 +143,8 @@ func TestUndoElsewhere(t *testing.T) {
 		if ck, err := bring(here); err != nil || ck.Trigger == runtime.TriggerUndo {
 			t.Errorf("%s: %+v, %v", verb, ck, err)
 		}
-		if list, err := here.Checkpoints(ctx, runtime.CheckpointFilter{}); err != nil || len(list) != 1 || list[0].ID != out.Undo {
+		if list, err := here.Checkpoints(ctx, runtime.CheckpointFilter{}); err != nil || len(list) != 1 ||
+			list[0].ID != out.Undo {
 			t.Errorf("%s: %+v, %v", verb, list, err)
 		}
 	}

@@ -28,15 +28,18 @@ func TestHitsAreNotedOnce(t *testing.T) {
 	sb := store.Sandbox{ID: "0123456789ab", Spec: spec}
 	noted := func(oom int64, start time.Time) (counts []int64) {
 		t.Helper()
-		if err := e.noteHits(t.Context(), sb, runtime.Container{Started: start, Hits: runtime.LimitHits{OOMKills: oom}}); err != nil {
+		if err := e.noteHits(t.Context(), sb, runtime.Container{
+			Started: start, Hits: runtime.LimitHits{OOMKills: oom},
+		}); err != nil {
 			t.Fatal(err)
 		}
 		r := eventlog.NewReader(e.dir(), sb.ID)
 		defer r.Close()
-		err := readEvents([]eventSource{{Reader: r, sandbox: sb.ID}}, runtime.EventOptions{}, func(ev runtime.Event) error {
-			counts = append(counts, ev.Count)
-			return nil
-		})
+		err := readEvents([]eventSource{{Reader: r, sandbox: sb.ID}}, runtime.EventOptions{},
+			func(ev runtime.Event) error {
+				counts = append(counts, ev.Count)
+				return nil
+			})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -79,12 +82,18 @@ func TestHitsAreNotedOnce(t *testing.T) {
 // control character of its events reaches a terminal.
 func TestEventsOfAConfinedWriter(t *testing.T) {
 	source := eventSource{sandbox: "0123456789ab", only: runtime.EventDenied}
-	line, err := json.Marshal(runtime.Event{Time: time.Unix(1, 0).UTC(), Sandbox: "another", Type: runtime.EventExpired, Used: 7, Name: "a\x1b]0;b\u009b\u202e", Reason: "\x1b[2J"})
+	line, err := json.Marshal(runtime.Event{
+		Time: time.Unix(1, 0).UTC(), Sandbox: "another", Type: runtime.EventExpired, Used: 7,
+		Name: "a\x1b]0;b\u009b\u202e", Reason: "\x1b[2J",
+	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	got, err := source.event(line)
-	if want := (runtime.Event{Time: time.Unix(1, 0).UTC(), Sandbox: "0123456789ab", Type: runtime.EventDenied, Name: "a?]0;b??", Reason: "?[2J"}); got != want || err != nil {
+	if want := (runtime.Event{
+		Time: time.Unix(1, 0).UTC(), Sandbox: "0123456789ab", Type: runtime.EventDenied,
+		Name: "a?]0;b??", Reason: "?[2J",
+	}); got != want || err != nil {
 		t.Errorf("%+v, %v", got, err)
 	}
 	if _, err := source.event([]byte(strings.Repeat("[", 100))); err == nil {

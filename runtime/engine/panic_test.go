@@ -62,7 +62,9 @@ func TestPanicInAView(t *testing.T) {
 		t.Errorf("%+v, %v, %d panics", list, err, guard.Count()-before)
 	}
 	for _, sb := range list {
-		if want := map[bool]runtime.Status{true: runtime.Unknown, false: runtime.Created}[sb.ID == b.over]; sb.Status != want {
+		if want := map[bool]runtime.Status{
+			true: runtime.Unknown, false: runtime.Created,
+		}[sb.ID == b.over]; sb.Status != want {
 			t.Errorf("%s is %s, want %s", sb.Name, sb.Status, want)
 		}
 	}
@@ -119,13 +121,19 @@ func TestPanicInAVerb(t *testing.T) {
 func TestPanicInALease(t *testing.T) {
 	b := &defective{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
-	l, err := r.CreateLease(ctx, runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{Owner: runtime.OwnerHeartbeat, Interval: time.Hour}})
+	l, err := r.CreateLease(ctx, runtime.LeaseRequest{LeaseTerms: runtime.LeaseTerms{
+		Owner: runtime.OwnerHeartbeat, Interval: time.Hour,
+	}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	var ids []string
 	for _, name := range []string{"a", "b"} {
-		sb, err := r.Create(ctx, runtime.CreateRequest{Lease: l.ID, Spec: runtime.Spec{Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone}}})
+		sb, err := r.Create(ctx, runtime.CreateRequest{
+			Lease: l.ID, Spec: runtime.Spec{
+				Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+			},
+		})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -116,7 +116,8 @@ func (p *patcher) section(old, new *runtime.FileState) error {
 			fmt.Fprintf(&head, "old mode %s\nnew mode %s\n", gitMode(old), gitMode(new))
 		}
 		if p.c.Change == string(overlay.Renamed) {
-			fmt.Fprintf(&head, "similarity index 100%%\nrename from %s\nrename to %s\n", gitName("", p.old), gitName("", p.new))
+			fmt.Fprintf(&head, "similarity index 100%%\nrename from %s\nrename to %s\n",
+				gitName("", p.old), gitName("", p.new))
 		}
 		differs = slices.Contains(p.c.What, overlay.WhatContent) || slices.Contains(p.c.What, overlay.WhatTarget)
 	}

@@ -227,18 +227,25 @@ func TestPatchApplies(t *testing.T) {
 		return s
 	}
 	old := fileSet{
-		"same": "same\n", "plain": lines(40, "line %d\n"), "no-end": "a\nb", "got-end": "a\nb\n", "lost-end": "a\nb\n", "exec": "#!/bin/sh\n",
-		"unexec": "x:#!/bin/sh\n", "both": "x:one\n", "gone": "bye\n", "gone-empty": "", "emptied": "data\n", "filled": "",
+		"same": "same\n", "plain": lines(40, "line %d\n"), "no-end": "a\nb", "got-end": "a\nb\n",
+		"lost-end": "a\nb\n", "exec": "#!/bin/sh\n",
+		"unexec": "x:#!/bin/sh\n", "both": "x:one\n", "gone": "bye\n", "gone-empty": "",
+		"emptied": "data\n", "filled": "",
 		"crlf": "a\r\nb\r\n", "latin": "caf\xe9\nx\n", "moved": "as it was\n", "moved-mode": "as it was, too\n",
-		"dir with space/a file": "1\n2\n", "odd\n\"name\"\\\t\x01é": "1\n", "deep/er": "x\n", "link": "-> old target", "link-gone": "-> x",
+		"dir with space/a file": "1\n2\n", "odd\n\"name\"\\\t\x01é": "1\n", "deep/er": "x\n",
+		"link": "-> old target", "link-gone": "-> x",
 		"to-link": "a file\n", "to-file": "-> somewhere", "sp ace": "1\n", "two-hunks": lines(100, "%d\n"),
 	}
 	next := fileSet{
-		"same": "same\n", "plain": strings.Replace(lines(40, "line %d\n"), "line 20\n", "changed\nand more\n", 1), "no-end": "a\nb\nc",
-		"got-end": "a\nb", "lost-end": "a\nb\nc\n", "exec": "x:#!/bin/sh\n", "unexec": "#!/bin/sh\n", "both": "two\n", "emptied": "", "filled": "data",
+		"same": "same\n", "plain": strings.Replace(lines(40, "line %d\n"), "line 20\n", "changed\nand more\n",
+			1), "no-end": "a\nb\nc",
+		"got-end": "a\nb", "lost-end": "a\nb\nc\n", "exec": "x:#!/bin/sh\n", "unexec": "#!/bin/sh\n", "both": "two\n",
+		"emptied": "", "filled": "data",
 		"crlf": "a\r\nc\r\n", "latin": "caf\xe9\ny\n", "moved-to": "as it was\n", "moved mode": "x:as it was, too\n",
-		"dir with space/a file": "1\n3\n", "odd\n\"name\"\\\t\x01é": "2\n", "deep/er": "y\n", "deep/and/deeper": "new\n", "link": "-> new target",
-		"to-link": "-> a-link", "to-file": "a file\n", "new-empty": "", "new-exec": "x:new\n", "new-link": "-> new", "new \xff": "no utf-8\n", "sp ace": "2\n",
+		"dir with space/a file": "1\n3\n", "odd\n\"name\"\\\t\x01é": "2\n", "deep/er": "y\n",
+		"deep/and/deeper": "new\n", "link": "-> new target",
+		"to-link": "-> a-link", "to-file": "a file\n", "new-empty": "", "new-exec": "x:new\n", "new-link": "-> new",
+		"new \xff": "no utf-8\n", "sp ace": "2\n",
 		"two-hunks": strings.Replace(strings.Replace(lines(100, "%d\n"), "\n10\n", "\nten\n", 1), "\n90\n", "\n", 1),
 	}
 	a, b := old.write(t), next.write(t)
@@ -283,7 +290,8 @@ func TestPatchApplies(t *testing.T) {
 	simpler := func(tr fileSet) fileSet {
 		c := fileSet{}
 		for name, data := range tr {
-			if !strings.HasPrefix(name, "to-") && !strings.HasPrefix(name, "odd") && name != "moved-mode" && name != "moved mode" {
+			if !strings.HasPrefix(name, "to-") && !strings.HasPrefix(name, "odd") &&
+				name != "moved-mode" && name != "moved mode" {
 				c[name] = data
 			}
 		}
@@ -344,13 +352,20 @@ func TestPatchAppliesRandom(t *testing.T) {
 
 func TestPatchBinary(t *testing.T) {
 	big := strings.Repeat("a line\n", maxPatchFile/7)
-	old := fileSet{"nul": "a\x00b", "from-text": "text\n", "big": big + "1\n", "gone": "\x00", "fits": big[:maxPatchFile-13]}
-	next := fileSet{"nul": "a\x00c", "from-text": "te\x00t\n", "big": big + "1\n1234567890", "new": "\x00", "fits": big[:maxPatchFile-13] + "more\n"}
+	old := fileSet{
+		"nul": "a\x00b", "from-text": "text\n", "big": big + "1\n", "gone": "\x00", "fits": big[:maxPatchFile-13],
+	}
+	next := fileSet{
+		"nul": "a\x00c", "from-text": "te\x00t\n", "big": big + "1\n1234567890", "new": "\x00",
+		"fits": big[:maxPatchFile-13] + "more\n",
+	}
 	a, b := old.write(t), next.write(t)
 	got := patches(t, a, b, nil)
 	for _, want := range []string{
-		"diff --git a/nul b/nul\nBinary files a/nul and b/nul differ\n", "Binary files a/from-text and b/from-text differ\n", "Binary files a/big and b/big differ\n",
-		"new file mode 100644\nBinary files /dev/null and b/new differ\n", "deleted file mode 100644\nBinary files a/gone and /dev/null differ\n", "+a linmore\n",
+		"diff --git a/nul b/nul\nBinary files a/nul and b/nul differ\n",
+		"Binary files a/from-text and b/from-text differ\n", "Binary files a/big and b/big differ\n",
+		"new file mode 100644\nBinary files /dev/null and b/new differ\n",
+		"deleted file mode 100644\nBinary files a/gone and /dev/null differ\n", "+a linmore\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("no %q in\n%.4000s", want, got)
@@ -360,8 +375,11 @@ func TestPatchBinary(t *testing.T) {
 	endless := func(runtime.Change, bool) (io.ReadCloser, error) {
 		return os.Open("/dev/zero")
 	}
-	text, err := patchText(runtime.Change{Path: "/f", Change: "A", New: &runtime.FileState{Type: "file", Mode: "0600", Size: 3}}, endless)
-	if want := "diff --git a/f b/f\nnew file mode 100600\nBinary files /dev/null and b/f differ\n"; err != nil || text != want {
+	text, err := patchText(runtime.Change{
+		Path: "/f", Change: "A", New: &runtime.FileState{Type: "file", Mode: "0600", Size: 3},
+	}, endless)
+	if want := "diff --git a/f b/f\nnew file mode 100600\nBinary files /dev/null and b/f differ\n"; err != nil ||
+		text != want {
 		t.Errorf("%q, %v", text, err)
 	}
 }
@@ -372,7 +390,10 @@ func TestPatchNone(t *testing.T) {
 	file := &runtime.FileState{Type: "file", Mode: "0644"}
 	gone := func(runtime.Change, bool) (io.ReadCloser, error) { return nil, fmt.Errorf("open: %w", fs.ErrNotExist) }
 	for _, c := range []runtime.Change{
-		{Path: "/d", Change: "M", Old: &runtime.FileState{Type: "dir", Mode: "0755"}, New: &runtime.FileState{Type: "dir", Mode: "0711"}},
+		{
+			Path: "/d", Change: "M", Old: &runtime.FileState{Type: "dir", Mode: "0755"},
+			New: &runtime.FileState{Type: "dir", Mode: "0711"},
+		},
 		{Path: "/p", Change: "A", New: &runtime.FileState{Type: "fifo", Mode: "0644"}},
 		{Path: "/f", Change: "M", What: []string{"mtime", "xattrs", "owner"}, Old: file, New: file},
 		{Path: "/f", Change: "M", What: []string{"content"}, Old: file, New: file},

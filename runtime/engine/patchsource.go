@@ -27,7 +27,9 @@ type contents struct {
 }
 
 // contents reads the entries at the paths of list from each checkpoint's file list.
-func (d *differ) contents(ctx context.Context, list []runtime.Change, sides [2]overlay.Side, lower []string) (*contents, error) {
+func (d *differ) contents(
+	ctx context.Context, list []runtime.Change, sides [2]overlay.Side, lower []string,
+) (*contents, error) {
 	c := &contents{d: d, lower: lower}
 	next := 0
 	for i, side := range sides {

@@ -69,7 +69,9 @@ func (d restoring) untouched() (bool, error) {
 func (d restoring) own(c runtime.Container) (own []worktree.Tree, foreign string) {
 	for _, t := range d.Trees {
 		is := t.Number == 0 && c.Upper != "" && t.Dir == c.Upper ||
-			t.Number > 0 && t.Number <= len(d.Trees) && slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool { return v.Path == t.Dir })
+			t.Number > 0 && t.Number <= len(d.Trees) && slices.ContainsFunc(c.Volumes, func(v runtime.Volume) bool {
+				return v.Path == t.Dir
+			})
 		if is {
 			own = append(own, t)
 		} else {
@@ -181,7 +183,8 @@ func (r *restoration) failed(ctx context.Context, undo *undo.Stack, err error) e
 	case r.files.present != nil && r.files.present.row.Kind == runtime.KindFull && !r.data.NoUndo:
 		err = hint(err, fmt.Sprintf("The sandbox is stopped, with the files it had before; bring its processes back with: agentbox restore --undo %[1]s, or start it afresh with: agentbox start %[1]s", r.sb.Name))
 	case r.c.Status == runtime.Running:
-		err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+r.sb.Name)
+		err = hint(err, "The sandbox is stopped, with the files it had before; start it afresh with: agentbox start "+
+			r.sb.Name)
 	}
 	return err
 }

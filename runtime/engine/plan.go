@@ -20,13 +20,18 @@ import (
 
 // PlanRestore returns what Restore would change if it were called now. It does not freeze a
 // running sandbox.
-func (e *Engine) PlanRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.RestorePlan, error) {
-	return verb(ctx, e, errorsNamed(reads(onSandbox("restore plan", ref))), func(ctx context.Context) (runtime.RestorePlan, error) {
-		return e.restores.planRestore(ctx, ref, opts)
-	})
+func (e *Engine) PlanRestore(
+	ctx context.Context, ref string, opts runtime.RestoreOptions,
+) (runtime.RestorePlan, error) {
+	return verb(ctx, e, errorsNamed(reads(onSandbox("restore plan", ref))),
+		func(ctx context.Context) (runtime.RestorePlan, error) {
+			return e.restores.planRestore(ctx, ref, opts)
+		})
 }
 
-func (rs *restores) planRestore(ctx context.Context, ref string, opts runtime.RestoreOptions) (out runtime.RestorePlan, err error) {
+func (rs *restores) planRestore(
+	ctx context.Context, ref string, opts runtime.RestoreOptions,
+) (out runtime.RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if err := checkRestore(opts); err != nil {
 		return out, err
@@ -44,7 +49,8 @@ func (rs *restores) planRestore(ctx context.Context, ref string, opts runtime.Re
 	}
 	out = runtime.RestorePlan{
 		Sandbox: r.sb.ID, SandboxName: r.sb.Name, Checkpoint: checkpointView(r.row), Recreates: r.data.Recreated,
-		Changes: []runtime.Change{}, Ends: []runtime.PlanProcess{}, Begins: []runtime.PlanProcess{}, Effects: []string{}, Compensates: []runtime.Effect{},
+		Changes: []runtime.Change{}, Ends: []runtime.PlanProcess{}, Begins: []runtime.PlanProcess{},
+		Effects: []string{}, Compensates: []runtime.Effect{},
 	}
 	if r.reader, err = rs.store.OpenCheckpoint(ctx, r.row.ID); err != nil {
 		return out, err
@@ -93,7 +99,8 @@ func (r *processesPart) plan(ctx context.Context, out *runtime.RestorePlan) erro
 		for _, w := range ways {
 			names = append(names, w.strategy)
 		}
-		out.Effects = append(out.Effects, fmt.Sprintf("It is tried in this order: %s.", strings.Join(slices.Compact(names), ", ")))
+		out.Effects = append(out.Effects, fmt.Sprintf("It is tried in this order: %s.",
+			strings.Join(slices.Compact(names), ", ")))
 	}
 	if r.c.Pid == 0 {
 		return nil
@@ -139,7 +146,8 @@ func (r *filesPart) plan(ctx context.Context, out *runtime.RestorePlan) (err err
 		}
 		out.Bytes += c.Bytes()
 		if n := c.Len(); i > 0 && n > 0 {
-			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n, r.reader.Manifest().Volumes[i-1].Name))
+			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n,
+				r.reader.Manifest().Volumes[i-1].Name))
 		}
 		if err := c.Close(); err != nil {
 			return err
@@ -153,17 +161,19 @@ func (r *filesPart) plan(ctx context.Context, out *runtime.RestorePlan) (err err
 		return err
 	}
 	then := overlay.Side{Tree: func() (io.ReadCloser, error) { return r.reader.Tree(ctx, 0) }, Taken: vouched(r.row)}
-	return overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower}, func(c overlay.Change) error {
-		countChanges(out, c)
-		return nil
-	})
+	return overlay.Diff(ctx, overlay.Side{Dir: r.c.Upper}, then, overlay.DiffOptions{Lower: lower},
+		func(c overlay.Change) error {
+			countChanges(out, c)
+			return nil
+		})
 }
 
 // planMade is plan for a sandbox that is made again.
 func (r *filesPart) planMade(ctx context.Context, out *runtime.RestorePlan) error {
 	out.Effects = append(out.Effects, fmt.Sprintf("The sandbox is made again, with id %s.", short(r.sb.ID)))
 	if r.row.Foreign {
-		out.Effects = append(out.Effects, fmt.Sprintf("The checkpoint comes from elsewhere. Its command: %s.", strings.Join(r.spec.Args, " ")))
+		out.Effects = append(out.Effects, fmt.Sprintf("The checkpoint comes from elsewhere. Its command: %s.",
+			strings.Join(r.spec.Args, " ")))
 	}
 	for _, text := range r.caveats {
 		out.Effects = append(out.Effects, sentence(text))
@@ -226,7 +236,8 @@ func addEffects(p *runtime.RestorePlan, r *restoration) {
 func (r *effectsPart) plan(ctx context.Context, p *runtime.RestorePlan) error {
 	due, gone, err := r.due(ctx)
 	if gone > 0 {
-		p.Effects = append(p.Effects, fmt.Sprintf("Compensated since this checkpoint, and not applied again: %s.", effects(gone)))
+		p.Effects = append(p.Effects,
+			fmt.Sprintf("Compensated since this checkpoint, and not applied again: %s.", effects(gone)))
 	}
 	switch {
 	case err != nil || len(due) == 0:

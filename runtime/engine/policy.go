@@ -30,8 +30,9 @@ func PolicyRequest(req runtime.CreateRequest) policy.Request {
 func askFor(s runtime.Spec) policy.Request {
 	ask := policy.Request{
 		Image: s.Image, User: s.User, Labels: s.Labels, Every: s.CheckpointEvery,
-		Capabilities: s.Security.Capabilities, NoNewPrivileges: s.Security.NoNewPrivileges, NewPrivileges: s.Security.NewPrivileges,
-		Seccomp: s.Security.Seccomp, AppArmor: s.Security.AppArmor, IOUring: s.Security.IOUring,
+		Capabilities: s.Security.Capabilities, NoNewPrivileges: s.Security.NoNewPrivileges,
+		NewPrivileges: s.Security.NewPrivileges,
+		Seccomp:       s.Security.Seccomp, AppArmor: s.Security.AppArmor, IOUring: s.Security.IOUring,
 		Network: s.Network.Mode, Egress: s.Network.Egress, Group: s.Network.Group,
 		Memory: s.Resources.Memory, CPUs: s.Resources.CPUs, Pids: s.Resources.Pids,
 		Swap: s.Resources.Swap, IO: s.Resources.IO, Storage: s.Resources.Storage,
@@ -91,9 +92,14 @@ func grant(s *runtime.Spec, p *policy.Policy, got policy.Request) {
 	s.User, s.CheckpointEvery = got.User, got.Every
 	s.Lifetime = livesFor(got.TTL, got.Idle)
 	s.Network.Mode, s.Network.Egress = got.Network, got.Egress
-	s.Resources = runtime.Resources{Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage}
+	s.Resources = runtime.Resources{
+		Memory: got.Memory, Swap: got.Swap, CPUs: got.CPUs, Pids: got.Pids, IO: got.IO, Storage: got.Storage,
+	}
 	profile := s.Security.SeccompProfile
-	s.Security = runtime.Security{Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges, AppArmor: got.AppArmor, IOUring: got.IOUring}
+	s.Security = runtime.Security{
+		Capabilities: got.Capabilities, NoNewPrivileges: got.NoNewPrivileges, NewPrivileges: got.NewPrivileges,
+		AppArmor: got.AppArmor, IOUring: got.IOUring,
+	}
 	if got.Seccomp != policy.SeccompDefault {
 		s.Security.Seccomp, s.Security.SeccompProfile = got.Seccomp, profile
 	}
@@ -129,7 +135,8 @@ func (a *admission) readmit(s *runtime.Spec) error {
 	got, err := judged(*s, p, s.IDs != nil)
 	if err != nil {
 		if strange && s.Policy != nil {
-			err = hint(err, "The policy of the checkpoint, "+s.Policy.Name+", was never used here, so that the default one counts.")
+			err = hint(err, "The policy of the checkpoint, "+s.Policy.Name+
+				", was never used here, so that the default one counts.")
 		}
 		return err
 	}
@@ -286,12 +293,14 @@ func (up *upkeep) makeRoom(ctx context.Context, sb store.Sandbox, c runtime.Chec
 		up.log.Warn("older checkpoints not removed; `agentbox prune` removes them", "sandbox", sb.ID, "err", err)
 	}
 	if len(out.Removed) > 0 {
-		up.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy, "checkpoints", len(out.Removed))
+		up.log.Info("checkpoints removed by policy", "sandbox", sb.ID, "policy", r.policy,
+			"checkpoints", len(out.Removed))
 		own := runtime.Own{Why: "retention of policy " + r.policy, Past: true}
 		for _, p := range out.Removed {
 			own.Made = append(own.Made, p.Checkpoint.ID)
 		}
-		_ = up.observed(ctx, runtime.ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err }) // the error is logged
+		// the error is logged
+		_ = up.observed(ctx, runtime.ByItself("prune", subjectOf(sb), own), func(context.Context) error { return err })
 		up.tidy(ctx)
 	}
 }

@@ -29,7 +29,8 @@ func checkSources(s runtime.Spec) error {
 		}
 		_, err := os.Stat(m.Source)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
-			return hint(fmt.Errorf("bind source %s of %s: %w", m.Source, m.Target, runtime.ErrNotFound), "Put it back first: the sandbox cannot start without it.")
+			return hint(fmt.Errorf("bind source %s of %s: %w", m.Source, m.Target, runtime.ErrNotFound),
+				"Put it back first: the sandbox cannot start without it.")
 		}
 		if err != nil {
 			return fmt.Errorf("bind source of %s: %w", m.Target, err)
@@ -62,7 +63,9 @@ func (r *restoration) checkTools() error {
 	}
 	remedy := fmt.Sprintf("Install it (agentbox doctor tells more), or restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID))
 	if _, err := criu.Program(); err != nil {
-		return hint(fmt.Errorf("%w: processes cannot be restored without criu, which is not installed", runtime.ErrUnsupported), remedy)
+		return hint(
+			fmt.Errorf("%w: processes cannot be restored without criu, which is not installed", runtime.ErrUnsupported),
+			remedy)
 	}
 	if _, err := exec.LookPath(r.c.Runtime.Binary); err != nil {
 		return hint(fmt.Errorf("%w: OCI runtime: %w", runtime.ErrUnsupported, err), remedy)
@@ -118,7 +121,8 @@ func (r *mountsPart) checkOpened(images string) error {
 		}
 		if err := check(jails, source, rest, f); err != nil {
 			return hint(fmt.Errorf("%w: %s, which a process of the checkpoint has open, %w; it lies in a bind mount (%s) and is not part of the checkpoint", runtime.ErrState, f.Path, err, source),
-				fmt.Sprintf("Put it back as it was, or restore the files alone: agentbox restore %s %s --files-only", r.sb.Name, short(r.row.ID)))
+				fmt.Sprintf("Put it back as it was, or restore the files alone: agentbox restore %s %s --files-only",
+					r.sb.Name, short(r.row.ID)))
 		}
 	}
 	return nil
@@ -193,7 +197,8 @@ func (r *mountsPart) bound(name string) (source, rest, kind string) {
 	longest := -1
 	for _, m := range r.spec.Mounts {
 		target := path.Clean(m.Target)
-		if below, in := strings.CutPrefix(name, target); in && (below == "" || below[0] == '/') && len(target) > longest {
+		if below, in := strings.CutPrefix(name, target); in && (below == "" || below[0] == '/') &&
+			len(target) > longest {
 			longest, source, rest, kind = len(target), m.Source, below, m.Type
 			if dir := r.volume(m.Source); kind == "volume" && dir != "" {
 				source, kind = dir, "bind"

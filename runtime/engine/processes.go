@@ -212,7 +212,9 @@ func (r *processesPart) resume(ctx context.Context) (failed error) {
 	if err := place.AllowCreate(); err != nil {
 		return err
 	}
-	_, err := r.sb.host.Start(ctx, r.sb.ID, runtime.StartOptions{Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets.files})
+	_, err := r.sb.host.Start(ctx, r.sb.ID, runtime.StartOptions{
+		Env: identity(r.spec, r.data.Attempt), Secrets: r.secrets.files,
+	})
 	if r.full() {
 		err = criu.RestoreFailure(work, err)
 	}
@@ -287,7 +289,8 @@ func (r *processesPart) stage(work string) (remove func() error, err error) {
 func (r *processesPart) tellProof(work string) {
 	report, err := proof.ReadReport(work)
 	if err != nil {
-		r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the report of the restored processes cannot be read: %v", err))
+		r.warnings = append(slices.Clone(r.warnings),
+			fmt.Sprintf("the report of the restored processes cannot be read: %v", err))
 	}
 	for _, d := range report.Different {
 		if d.Inode && r.data.Fork {
@@ -313,7 +316,8 @@ func (r *processesPart) judge(ctx context.Context, err error) error {
 		}
 	}
 	if err == nil && !used {
-		err = hint(fmt.Errorf("%w: it was started afresh, because its engine does not look for restores in %s", runtime.ErrUnsupported, place.Run),
+		err = hint(fmt.Errorf("%w: it was started afresh, because its engine does not look for restores in %s",
+			runtime.ErrUnsupported, place.Run),
 			"Set AGENTBOX_RUN to what it is in the environment of the engine, or unset it in both, and restore it again.")
 	}
 	return err

@@ -101,12 +101,20 @@ func (rec *recovery) lastReconciled() reconciled {
 // say. It leaves alone what a verb is at work on and what is not provably this root's. It is
 // cheap when nothing differs; while another Reconcile is under way it returns ErrBusy.
 func (e *Engine) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
-	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) { return e.recovery.reconcile(ctx, false) })
+	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) {
+		return e.recovery.reconcile(ctx, false)
+	})
 }
 
 func (rec *recovery) reconcile(ctx context.Context, unasked bool) (_ runtime.ReconcileReport, err error) {
 	defer func() { err = fail("recover", "", err) }()
-	r := &reconciling{e: rec, unasked: unasked, began: time.Now(), said: map[runtime.Finding]bool{}, ending: map[string]time.Duration{}, staged: map[string]bool{}, alone: map[string]bool{}, known: map[string]store.Sandbox{}, report: runtime.ReconcileReport{Actions: []string{}, Findings: []runtime.Finding{}, Counts: map[string]int{}}}
+	r := &reconciling{
+		e: rec, unasked: unasked, began: time.Now(), said: map[runtime.Finding]bool{},
+		ending: map[string]time.Duration{}, staged: map[string]bool{}, alone: map[string]bool{},
+		known: map[string]store.Sandbox{}, report: runtime.ReconcileReport{
+			Actions: []string{}, Findings: []runtime.Finding{}, Counts: map[string]int{},
+		},
+	}
 	lock, err := rec.store.Lock(ctx, reconcileLock, "recover", lockWait)
 	if err != nil {
 		return r.report, err
@@ -270,7 +278,9 @@ func (r *reconciling) lasts(id string) bool {
 
 // look inspects a recorded sandbox, without its lock, and reports whether there is
 // something to settle. It has a sandbox supervised that should be, and is not.
-func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, holds bool, has []string) (settle bool, err error) {
+func (r *reconciling) look(
+	ctx context.Context, host Host, sb store.Sandbox, holds bool, has []string,
+) (settle bool, err error) {
 	s, err := spec(sb)
 	if err != nil {
 		return false, err
@@ -310,7 +320,8 @@ func (r *reconciling) look(ctx context.Context, host Host, sb store.Sandbox, hol
 	if holds && !slices.Contains(has, runtime.HeldMonitor) {
 		// It may have been started since Held was read.
 		if now, err := host.Inspect(ctx, sb.ID); err == nil && now.Pid == c.Pid && time.Since(c.Started) > settleTime {
-			r.leave(runtime.FoundMonitor, sb.ID, fmt.Sprintf("left sandbox %s alone, which runs without the process that keeps its output and its exit code: to have them again: agentbox stop %s, agentbox start %s", sb.Name, sb.Name, sb.Name), nil)
+			r.leave(runtime.FoundMonitor, sb.ID,
+				fmt.Sprintf("left sandbox %s alone, which runs without the process that keeps its output and its exit code: to have them again: agentbox stop %s, agentbox start %s", sb.Name, sb.Name, sb.Name), nil)
 		}
 	}
 	return false, nil
@@ -362,7 +373,9 @@ var errLingers = errors.New("its monitor is about to end")
 // lock: a copy out of a stopped sandbox (Holder.Busy), commands in a running one (which
 // is left alone), the monitor and its exit command after a removal (errLingers), and
 // both after an exit (look).
-func (r *reconciling) free(ctx context.Context, host Host, id string, has []string, late bool) (f runtime.Finding, err error) {
+func (r *reconciling) free(
+	ctx context.Context, host Host, id string, has []string, late bool,
+) (f runtime.Finding, err error) {
 	e := r.e
 	f.Kind = runtime.FoundEnded
 	// Lock as the reaper, for which other verbs wait.
@@ -425,7 +438,9 @@ func (r *reconciling) free(ctx context.Context, host Host, id string, has []stri
 }
 
 // freeEnded is free for a sandbox with a record, whose lock is held.
-func (r *reconciling) freeEnded(ctx context.Context, sb store.Sandbox, s runtime.Spec, has []string) (f runtime.Finding, err error) {
+func (r *reconciling) freeEnded(
+	ctx context.Context, sb store.Sandbox, s runtime.Spec, has []string,
+) (f runtime.Finding, err error) {
 	e, id := r.e, sb.ID
 	f.Kind = runtime.FoundEnded
 
@@ -450,14 +465,19 @@ func (r *reconciling) freeEnded(ctx context.Context, sb store.Sandbox, s runtime
 	}
 	f.Action = fmt.Sprintf("freed what sandbox %s held, which has not run%s", sb.Name, listed(has))
 	if c.Status == runtime.Exited {
-		f.Action = fmt.Sprintf("freed what sandbox %s held, which has ended with exit code %d%s", sb.Name, c.ExitCode, listed(has))
-		return f, e.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventReconciled, Exit: &c.ExitCode, Reason: f.Action})
+		f.Action = fmt.Sprintf("freed what sandbox %s held, which has ended with exit code %d%s", sb.Name,
+			c.ExitCode, listed(has))
+		return f, e.events.note(id, runtime.Event{
+			Time: time.Now(), Type: runtime.EventReconciled, Exit: &c.ExitCode, Reason: f.Action,
+		})
 	}
 	return f, nil
 }
 
 // gone handles a sandbox whose container its engine has removed.
-func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s runtime.Spec) (f runtime.Finding, err error) {
+func (r *reconciling) gone(
+	ctx context.Context, host Host, sb store.Sandbox, s runtime.Spec,
+) (f runtime.Finding, err error) {
 	f.Kind = runtime.FoundGone
 	switch {
 	case r.unasked:
@@ -465,7 +485,8 @@ func (r *reconciling) gone(ctx context.Context, host Host, sb store.Sandbox, s r
 		f.Action = fmt.Sprintf("left sandbox %s alone, of which backend %s has no container any more: if that is to be so, agentbox recover takes it off the records, with its undo checkpoints; other checkpoints stay", sb.Name, sb.Backend)
 	case s.Adopted:
 		f.Action = fmt.Sprintf("forgot %s, whose container is gone; its checkpoints stay", sb.Name)
-		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.events.drop(sb.ID), r.e.store.DeleteSandbox(ctx, sb.ID))
+		err = errors.Join(os.RemoveAll(filepath.Join(r.e.run, sb.ID)), r.e.events.drop(sb.ID),
+			r.e.store.DeleteSandbox(ctx, sb.ID))
 	default:
 		// Remove the rest of it, too.
 		f.Action = fmt.Sprintf("removed sandbox %s, whose container is gone; its checkpoints stay", sb.Name)
@@ -520,7 +541,8 @@ func (r *reconciling) run(ctx context.Context) error {
 			errs = append(errs, err)
 			continue
 		}
-		r.found(runtime.FoundStaged, "", fmt.Sprintf("removed a staged restore of %s, which is not there", short(name)), nil)
+		r.found(runtime.FoundStaged, "",
+			fmt.Sprintf("removed a staged restore of %s, which is not there", short(name)), nil)
 	}
 	// A sandbox that was restored to its id in the meantime has a row again.
 	autos := filepath.Join(r.e.run, "auto") // of older versions
@@ -566,6 +588,8 @@ func (r *reconciling) record(ctx context.Context) {
 		_ = r.e.observed(ctx, op, func(context.Context) error { return r.causes[i] })
 	}
 	if len(rest.Did) > 0 {
-		_ = r.e.observed(ctx, runtime.ByItself("recover", runtime.Subject{}, rest), func(context.Context) error { return nil })
+		_ = r.e.observed(ctx, runtime.ByItself("recover", runtime.Subject{}, rest), func(context.Context) error {
+			return nil
+		})
 	}
 }

@@ -69,7 +69,8 @@ func (rec *recovery) recoverFor(ctx context.Context, as runtime.Own) (runtime.Re
 		if rec.underWay(in.Seq) {
 			continue
 		}
-		about := rec.subject(ctx, in.Sandbox, runtime.AboutSandbox) // looked up now: nothing of it may be left afterwards
+		// looked up now: nothing of it may be left afterwards
+		about := rec.subject(ctx, in.Sandbox, runtime.AboutSandbox)
 		about.Sandbox = in.Sandbox
 		var did string
 		err := guard.Do(func() (err error) { // an intent that cannot be finished does not block the others
@@ -171,10 +172,12 @@ func (rec *recovery) finish(ctx context.Context, in store.Intent) (did string, e
 	case opRemove:
 		var checkpoints bool
 		if _, checkpoints, err = rec.sandboxes.removals(ctx, in.Sandbox); err == nil {
-			did, err = unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, checkpoints), "finished the removal of sandbox %s", short(in.Sandbox))
+			did, err = unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, checkpoints),
+				"finished the removal of sandbox %s", short(in.Sandbox))
 		}
 	default:
-		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know", runtime.ErrUnsupported, in.Op)
+		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know",
+			runtime.ErrUnsupported, in.Op)
 	}
 	if err != nil {
 		return did, err
@@ -279,7 +282,8 @@ func (rec *recovery) finishStart(ctx context.Context, in store.Intent, host Host
 		// A restart has marked it as kept.
 		return unless(rec.store.Keep(ctx, in.Sandbox, false), "sandbox %s had started", short(in.Sandbox))
 	}
-	return unless(host.Stop(ctx, in.Sandbox, runtime.StopOptions{}), "took back the half-done start of sandbox %s", short(in.Sandbox))
+	return unless(host.Stop(ctx, in.Sandbox, runtime.StopOptions{}),
+		"took back the half-done start of sandbox %s", short(in.Sandbox))
 }
 
 // finishCheckpoint thaws the sandbox that the killed verb froze. A checkpoint that is
@@ -328,7 +332,9 @@ func (rec *recovery) finishCheckpoint(ctx context.Context, in store.Intent, host
 
 // letGo resumes a sandbox that a killed verb has frozen, and may have cut off its network.
 // It comes first, because the rest of recovery may have to wait, or fail.
-func (rec *recovery) letGo(ctx context.Context, host Host, id string, was runtime.Status, cut bool) (did string, err error) {
+func (rec *recovery) letGo(
+	ctx context.Context, host Host, id string, was runtime.Status, cut bool,
+) (did string, err error) {
 	c, err := host.Inspect(ctx, id)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return "", nil
@@ -392,7 +398,8 @@ func (rec *recovery) finishRestore(ctx context.Context, in store.Intent, host Ho
 	}
 	if data.Fork {
 		// Its origin is untouched, and no caller has been told of the fork yet.
-		return unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, false), "took back the half-made fork %s", short(in.Sandbox))
+		return unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, false),
+			"took back the half-made fork %s", short(in.Sandbox))
 	}
 	own, foreign := data.own(c)
 	untouched, err := data.untouched()
@@ -416,7 +423,9 @@ func (rec *recovery) finishRestore(ctx context.Context, in store.Intent, host Ho
 		return unless(err, "took back the half-done restore of sandbox %s", short(in.Sandbox))
 	}
 	if foreign != "" {
-		return "", hint(fmt.Errorf("%w: the journal has it change %s, which is not the sandbox's", runtime.ErrCorrupt, foreign), "Remove the sandbox, whose checkpoints stay, and restore one of these: agentbox rm "+short(in.Sandbox))
+		return "", hint(
+			fmt.Errorf("%w: the journal has it change %s, which is not the sandbox's", runtime.ErrCorrupt, foreign),
+			"Remove the sandbox, whose checkpoints stay, and restore one of these: agentbox rm "+short(in.Sandbox))
 	}
 	did := fmt.Sprintf("finished the restore of sandbox %s to checkpoint %s", short(in.Sandbox), short(in.Checkpoint))
 	told, err := rec.finishSwap(ctx, in, host, lock, data)
@@ -428,14 +437,16 @@ func (rec *recovery) finishRestore(ctx context.Context, in store.Intent, host Ho
 		// Try only once: then the sandbox stays stopped, with its present files, and
 		// its owner decides. An attempt at every command would stop the sandbox each
 		// time it was started.
-		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox), short(in.Checkpoint), err)
+		did = fmt.Sprintf("could not finish the restore of sandbox %s to checkpoint %s: %v", short(in.Sandbox),
+			short(in.Checkpoint), err)
 		if len(data.Trees) > 0 && data.Trees[0].Displaced() != "" {
 			did += "; what it had replaced lies in " + data.Trees[0].Displaced()
 		}
 		if n := len(data.HostFiles); n > 0 {
 			did += fmt.Sprintf("; its host files (%d) are as they were", n)
 		}
-		return did, errors.Join(data.discard(false), os.RemoveAll(rec.store.StagedImages(in.Sandbox)), rec.store.Keep(ctx, in.Sandbox, true))
+		return did, errors.Join(data.discard(false), os.RemoveAll(rec.store.StagedImages(in.Sandbox)),
+			rec.store.Keep(ctx, in.Sandbox, true))
 	}
 	if !data.thisBoot() && c.Status != runtime.Running && c.Status != runtime.Paused {
 		did += "; what ran at the checkpoint is not started any more, because the host was restarted since"
@@ -461,7 +472,9 @@ func (rec *recovery) takeBack(ctx context.Context, in store.Intent, host Host, d
 
 // finishSwap finishes a restore that was killed after it began to swap files. It returns the
 // report about its host files.
-func (rec *recovery) finishSwap(ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring) (told string, err error) {
+func (rec *recovery) finishSwap(
+	ctx context.Context, in store.Intent, host Host, lock *store.Lock, data restoring,
+) (told string, err error) {
 	sb, err := rec.store.Sandbox(ctx, in.Sandbox)
 	if err != nil {
 		return "", err

@@ -42,7 +42,10 @@ func (b *frozen) Unpause(context.Context, string) error {
 func TestRecoverThawsFirst(t *testing.T) {
 	for verb, data := range map[string]any{
 		"checkpoint": map[string]any{"was": "running"},
-		"restore":    map[string]any{"was": "running", "phase": "prepare", "undo": store.NewID(), "trees": []any{map[string]any{"dir": "/nonexistent"}}},
+		"restore": map[string]any{
+			"was": "running", "phase": "prepare", "undo": store.NewID(),
+			"trees": []any{map[string]any{"dir": "/nonexistent"}},
+		},
 	} {
 		t.Run(verb, func(t *testing.T) {
 			b := &frozen{}
@@ -52,7 +55,9 @@ func TestRecoverThawsFirst(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := r.store.Begin(ctx, store.Intent{Op: verb, Sandbox: sb.ID, Checkpoint: store.NewID(), Data: text}); err != nil {
+			if _, err := r.store.Begin(ctx, store.Intent{
+				Op: verb, Sandbox: sb.ID, Checkpoint: store.NewID(), Data: text,
+			}); err != nil {
 				t.Fatal(err)
 			}
 			lock, err := os.OpenFile(filepath.Join(r.root, "locks", "store"), os.O_RDWR|os.O_CREATE, 0o600)
@@ -92,7 +97,8 @@ func TestRecoverThawsFirst(t *testing.T) {
 func TestRecoverSupervises(t *testing.T) {
 	r := newRig(t, nil)
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-		Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Name: "box", Image: "base", Args: []string{"sleep", "1000"},
+		Network:   runtime.Network{Mode: runtime.NetworkNone},
 		Resources: runtime.Resources{Storage: 1 << 30},
 	}})
 	if err != nil {
@@ -124,7 +130,9 @@ func TestRecoverCheckpointStop(t *testing.T) {
 	if _, err := r.Start(ctx, sb.ID, nil); err != nil {
 		t.Fatal(err)
 	}
-	in := store.Intent{Op: "checkpoint", Sandbox: sb.ID, Checkpoint: row.ID, Data: []byte(`{"was": "running", "stop": true}`)}
+	in := store.Intent{
+		Op: "checkpoint", Sandbox: sb.ID, Checkpoint: row.ID, Data: []byte(`{"was": "running", "stop": true}`),
+	}
 	if _, err := r.store.Begin(ctx, in); err != nil {
 		t.Fatal(err)
 	}
@@ -228,7 +236,8 @@ func TestRecoverForged(t *testing.T) {
 			dir := t.TempDir()
 			want := map[string]string{"x/kept": "x", "x.new/kept": "y", "x.old/kept": "z"}
 			for path, text := range want {
-				if err := errors.Join(os.MkdirAll(filepath.Join(dir, filepath.Dir(path)), 0o700), os.WriteFile(filepath.Join(dir, path), []byte(text), 0o600)); err != nil {
+				if err := errors.Join(os.MkdirAll(filepath.Join(dir, filepath.Dir(path)), 0o700),
+					os.WriteFile(filepath.Join(dir, path), []byte(text), 0o600)); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -238,12 +247,15 @@ func TestRecoverForged(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if _, err := r.store.Begin(ctx, store.Intent{Op: "restore", Sandbox: sb.ID, Checkpoint: ck.ID, Data: text}); err != nil {
+			if _, err := r.store.Begin(ctx, store.Intent{
+				Op: "restore", Sandbox: sb.ID, Checkpoint: ck.ID, Data: text,
+			}); err != nil {
 				t.Fatal(err)
 			}
 			_, err = r.RecoverInterrupted(ctx)
 			left, e2 := r.store.Intents(ctx)
-			if swap := data["phase"] == "swap" || data["phase"] == "proven"; swap != errors.Is(err, runtime.ErrCorrupt) || swap != (len(left) == 1) || e2 != nil {
+			if swap := data["phase"] == "swap" || data["phase"] == "proven"; swap != errors.Is(err,
+				runtime.ErrCorrupt) || swap != (len(left) == 1) || e2 != nil {
 				t.Errorf("%v, and %d intents are left (%v)", err, len(left), e2)
 			}
 			if err := r.Remove(ctx, sb.ID, runtime.RemoveOptions{}); err != nil { // the way out
@@ -302,12 +314,14 @@ func TestRecoverOtherBoot(t *testing.T) {
 		t.Fatal(err)
 	}
 	for begun, want := range map[string]runtime.Status{
-		strings.TrimSpace(string(boot)): runtime.Running, "": runtime.Exited, "11111111-2222-3333-4444-555555555555": runtime.Exited,
+		strings.TrimSpace(string(boot)): runtime.Running, "": runtime.Exited,
+		"11111111-2222-3333-4444-555555555555": runtime.Exited,
 	} {
 		b := &posing{}
 		r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 		sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-			Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+			Name: "box", Image: "base", Args: []string{"sleep", "1000"},
+			Network: runtime.Network{Mode: runtime.NetworkNone},
 		}})
 		if err != nil {
 			t.Fatal(err)
@@ -328,15 +342,20 @@ func TestRecoverOtherBoot(t *testing.T) {
 		if err := os.WriteFile(file, nil, 0o600); err != nil {
 			t.Fatal(err)
 		}
-		text, err := json.Marshal(map[string]any{"phase": "swap", "was": "running", "begun": begun, "trees": []any{map[string]any{"dir": sb.Upperdir}}})
+		text, err := json.Marshal(map[string]any{
+			"phase": "swap", "was": "running", "begun": begun, "trees": []any{map[string]any{"dir": sb.Upperdir}},
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := r.store.Begin(ctx, store.Intent{Op: "restore", Sandbox: sb.ID, Checkpoint: ck.ID, Data: text}); err != nil {
+		if _, err := r.store.Begin(ctx, store.Intent{
+			Op: "restore", Sandbox: sb.ID, Checkpoint: ck.ID, Data: text,
+		}); err != nil {
 			t.Fatal(err)
 		}
 		did, err := r.RecoverInterrupted(ctx)
-		if err != nil || len(did.Actions) != 1 || strings.Contains(did.Actions[0], "is not started any more") != (want == runtime.Exited) {
+		if err != nil || len(did.Actions) != 1 || strings.Contains(did.Actions[0],
+			"is not started any more") != (want == runtime.Exited) {
 			t.Errorf("begun %q: %q, %v", begun, did.Actions, err)
 		}
 		if got, err := r.Sandbox(ctx, sb.ID); err != nil || got.Status != want || got.Head != ck.ID {

@@ -20,7 +20,9 @@ var errRehearsed = errors.New("the rehearsal is over")
 func (rs *restores) rehearse(ctx context.Context, row store.Checkpoint) (out runtime.Rehearsal, err error) {
 	out = runtime.Rehearsal{Checkpoint: checkpointView(row), Differs: []string{}}
 	if row.Kind != runtime.KindFull {
-		return out, hint(fmt.Errorf("%w: checkpoint %s has no processes to rehearse", runtime.ErrInvalid, short(row.ID)), "Rehearse a full checkpoint; verify alone proves files.")
+		return out, hint(
+			fmt.Errorf("%w: checkpoint %s has no processes to rehearse", runtime.ErrInvalid, short(row.ID)),
+			"Rehearse a full checkpoint; verify alone proves files.")
 	}
 	begun := time.Now()
 	var id string
@@ -36,7 +38,8 @@ func (rs *restores) rehearse(ctx context.Context, row store.Checkpoint) (out run
 		if err != nil {
 			return fmt.Errorf("compare what was restored: %w", err)
 		}
-		out.Processes, out.Threads, out.Descriptors, out.Locks, out.Pages = got.Processes, got.Threads, got.Descriptors, got.Locks, got.Pages
+		out.Processes, out.Threads, out.Descriptors, out.Locks, out.Pages = got.Processes, got.Threads,
+			got.Descriptors, got.Locks, got.Pages
 		out.Differs = append(out.Differs, got.Differs...)
 		return errRehearsed
 	}
@@ -47,7 +50,8 @@ func (rs *restores) rehearse(ctx context.Context, row store.Checkpoint) (out run
 	}
 	// The rollback may have failed, too.
 	if _, gone := rs.store.Sandbox(context.WithoutCancel(ctx), id); !errors.Is(gone, runtime.ErrNotFound) {
-		return out, hint(fmt.Errorf("the sandbox %s of the rehearsal is not removed: %w", short(id), err), "agentbox rm -f "+short(id))
+		return out, hint(fmt.Errorf("the sandbox %s of the rehearsal is not removed: %w", short(id), err),
+			"agentbox rm -f "+short(id))
 	}
 	return out, nil
 }

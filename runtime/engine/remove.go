@@ -18,7 +18,9 @@ import (
 
 // Remove removes a sandbox and frees all it has. Its checkpoints stay unless requested.
 func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) error {
-	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error { return e.sandboxes.removeAs(ctx, ref, nil, opts) })
+	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error {
+		return e.sandboxes.removeAs(ctx, ref, nil, opts)
+	})
 }
 
 // removeAs is Remove as the action op, for the observers; nil: they already see the verb.
@@ -123,7 +125,8 @@ func (bx *sandboxes) finishRemove(ctx context.Context, host Host, id string, che
 	if err := os.RemoveAll(filepath.Join(bx.run, id)); err != nil {
 		return err
 	}
-	if err := errors.Join(bx.events.noteHit(id, nil), bx.marks.remove(id), bx.events.drop(id), bx.restarts.forget(id)); err != nil {
+	if err := errors.Join(bx.events.noteHit(id, nil), bx.marks.remove(id), bx.events.drop(id),
+		bx.restarts.forget(id)); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("remove.after-backend"); err != nil {
@@ -199,7 +202,8 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 		return err
 	}
 	if s.AutoRemove && !sb.Kept {
-		op := runtime.ByItself("rm", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByReap, Why: "rm: it has ended, and was to go with that"})
+		op := runtime.ByItself("rm", subjectOf(sb.Sandbox),
+			runtime.Own{By: runtime.ByReap, Why: "rm: it has ended, and was to go with that"})
 		return e.observed(ctx, op, func(ctx context.Context) error { return e.sandboxes.remove(ctx, sb, false) })
 	}
 	e.events.keepHits(ctx, sb.Sandbox, c)

@@ -73,7 +73,8 @@ func TestStopAfterFailedRestart(t *testing.T) {
 		}
 		end()
 		got, err := r.Sandbox(ctx, sb.ID)
-		if err != nil || got.Restarts.Stopped != stopped || (got.Restarts.Error == "") != stopped || got.Status != runtime.Exited {
+		if err != nil || got.Restarts.Stopped != stopped || (got.Restarts.Error == "") != stopped ||
+			got.Status != runtime.Exited {
 			t.Errorf("stopped: %v: %s, %+v, %v", stopped, got.Status, got.Restarts, err)
 		}
 	}

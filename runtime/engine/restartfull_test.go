@@ -24,7 +24,8 @@ func TestStopOnFullDisk(t *testing.T) {
 	}
 	defer unix.Unmount(dir, unix.MNT_DETACH)
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-		Name: "s", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone}, Restart: runtime.Restart{Policy: runtime.RestartAlways},
+		Name: "s", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Restart: runtime.Restart{Policy: runtime.RestartAlways},
 	}})
 	if err != nil {
 		t.Fatal(err)

@@ -35,7 +35,8 @@ func TestRestartKept(t *testing.T) {
 	b := &engineRemoves{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-		Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone}, AutoRemove: true,
+		Name: "box", Image: "base", Args: []string{"sleep", "1000"},
+		Network: runtime.Network{Mode: runtime.NetworkNone}, AutoRemove: true,
 	}})
 	if err != nil {
 		t.Fatal(err)

@@ -50,7 +50,8 @@ func checkRestart(s runtime.Spec, p runtime.Properties) error {
 	switch r.Policy {
 	case "", runtime.RestartNo, runtime.RestartAlways, runtime.RestartUnlessStopped, runtime.RestartOnFailure:
 	default:
-		return fmt.Errorf("%w: restart policy %.40q: choose no, on-failure, always or unless-stopped", runtime.ErrInvalid, r.Policy)
+		return fmt.Errorf("%w: restart policy %.40q: choose no, on-failure, always or unless-stopped",
+			runtime.ErrInvalid, r.Policy)
 	}
 	switch {
 	case r.From != "" && r.From != runtime.RestartFromCommand && r.From != runtime.RestartFromHead:
@@ -62,7 +63,8 @@ func checkRestart(s runtime.Spec, p runtime.Properties) error {
 	case s.AutoRemove:
 		return fmt.Errorf("%w: a sandbox that is removed when it exits cannot be restarted", runtime.ErrInvalid)
 	case !p.Restarts:
-		return hint(fmt.Errorf("%w: backend %s has no restart policies", runtime.ErrUnsupported, p.Name), "Make it with the backend oci; agentbox start starts it by hand.")
+		return hint(fmt.Errorf("%w: backend %s has no restart policies", runtime.ErrUnsupported, p.Name),
+			"Make it with the backend oci; agentbox start starts it by hand.")
 	}
 	return nil
 }
@@ -78,7 +80,9 @@ func (l *restartLog) of(id string) (st restarts, err error) {
 	case errors.Is(err, fs.ErrNotExist):
 		return restarts{}, nil
 	case errors.Is(err, runtime.ErrCorrupt):
-		return restarts{Restarts: runtime.Restarts{Stopped: true, Error: "how often it was restarted is not known any more: start it with agentbox start"}}, nil
+		return restarts{Restarts: runtime.Restarts{
+			Stopped: true, Error: "how often it was restarted is not known any more: start it with agentbox start",
+		}}, nil
 	}
 	return st, err
 }
@@ -150,12 +154,15 @@ func (l *restartLog) staysDown(s runtime.Spec, ours bool) error {
 
 // comesBack reports whether a sandbox that has ended is to be started again, and
 // returns its restart record. A sandbox that is on hold, or whose lease is over, is not.
-func (sv *supervisor) comesBack(ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container) (back bool, st restarts, err error) {
+func (sv *supervisor) comesBack(
+	ctx context.Context, sb store.Sandbox, s runtime.Spec, c runtime.Container,
+) (back bool, st restarts, err error) {
 	if !comesBack(s.Restart) || c.Status != runtime.Exited || expired(s.Lifetime) || sb.Held != "" {
 		return false, st, nil
 	}
 	if sb.Lease != "" {
-		if l, err := sv.store.Lease(ctx, sb.Lease); errors.Is(err, runtime.ErrNotFound) || err == nil && l.State != store.LeaseActive {
+		if l, err := sv.store.Lease(ctx, sb.Lease); errors.Is(err, runtime.ErrNotFound) ||
+			err == nil && l.State != store.LeaseActive {
 			return false, st, nil
 		} else if err != nil {
 			return false, st, err
@@ -170,7 +177,8 @@ func (sv *supervisor) comesBack(ctx context.Context, sb store.Sandbox, s runtime
 	case runtime.RestartUnlessStopped:
 		back = !st.Stopped
 	case runtime.RestartOnFailure: // a reboot of the host is not its failure
-		back = !st.Stopped && !st.rebooted() && c.ExitCode != 0 && (s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
+		back = !st.Stopped && !st.rebooted() && c.ExitCode != 0 &&
+			(s.Restart.Retries == 0 || st.Count < s.Restart.Retries)
 	}
 	return back, st, nil
 }
@@ -226,12 +234,15 @@ func (sv *supervisor) restart(ctx context.Context, id string, finished time.Time
 		sb.lock.Unlock()
 		return err
 	}
-	if err := sv.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d", s.Restart.Policy, c.ExitCode)); err != nil {
+	if err := sv.bringBack(ctx, sb, s, fmt.Sprintf("restart policy %s: it had ended with exit code %d",
+		s.Restart.Policy, c.ExitCode)); err != nil {
 		sv.log.Error("sandbox not restarted", "sandbox", id, "count", st.Count, "err", err)
 		return sv.notRestarted(ctx, id, st.Stopped, err)
 	}
 	sv.log.Info("sandbox restarted", "sandbox", id, "exit", c.ExitCode, "count", st.Count)
-	return sv.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count)})
+	return sv.events.note(id, runtime.Event{
+		Time: time.Now(), Type: runtime.EventRestarted, Exit: &c.ExitCode, Count: int64(st.Count),
+	})
 }
 
 // notRestarted records why a restart has failed. The restart has released the sandbox's
@@ -257,7 +268,8 @@ func (sv *supervisor) notRestarted(ctx context.Context, id string, stopped bool,
 	}
 	// A failing undo command must not run over and over unattended.
 	st.Stopped, st.GivenUp = true, true
-	return errors.Join(sv.restarts.note(id, st), sv.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
+	return errors.Join(sv.restarts.note(id, st), sv.events.note(id,
+		runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Total: int64(st.Count), Reason: cause.Error()}))
 }
 
 // bringBack restarts a sandbox, whose lock it takes over, from its command or its head
@@ -324,7 +336,9 @@ func restartLimits(r runtime.Restart, c runtime.Container) bool {
 // whileOver calls fn with the lock of a sandbox that ended at finished, if it has not
 // been started since. same reports whether fn was called. Interrupted verbs are
 // recovered first.
-func (sv *supervisor) whileOver(ctx context.Context, id string, finished time.Time, fn func(*locked) error) (same bool, err error) {
+func (sv *supervisor) whileOver(
+	ctx context.Context, id string, finished time.Time, fn func(*locked) error,
+) (same bool, err error) {
 	if err := sv.recovery.recoverBy(ctx, runtime.ByWatch); err != nil {
 		return false, err
 	}
@@ -346,5 +360,6 @@ func (l *restartLog) giveUp(s runtime.Spec, c runtime.Container) error {
 		return err
 	}
 	st.GivenUp = true
-	return errors.Join(l.note(s.ID, st), l.events.note(s.ID, runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Exit: &c.ExitCode, Total: int64(st.Count)}))
+	return errors.Join(l.note(s.ID, st), l.events.note(s.ID,
+		runtime.Event{Time: time.Now(), Type: runtime.EventGivenUp, Exit: &c.ExitCode, Total: int64(st.Count)}))
 }

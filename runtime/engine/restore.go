@@ -47,7 +47,9 @@ func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOp
 
 // restoreLocked is Restore for a sandbox whose lock it takes over; nil: it locks the
 // sandbox itself.
-func (rs *restores) restoreLocked(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (out runtime.Restored, err error) {
+func (rs *restores) restoreLocked(
+	ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions,
+) (out runtime.Restored, err error) {
 	defer func() { err = fail("restore", ref, err) }()
 	if err := checkRestore(opts); err != nil {
 		if sb != nil {
@@ -104,7 +106,8 @@ type trying struct {
 // sandbox exited while it was being inspected (as in a crash loop). It can then be
 // restored like any stopped sandbox.
 func (t *trying) endedUnder(ctx context.Context, err error) bool {
-	if !errors.Is(err, runtime.ErrState) || isCalledOff(err) || t.sb != nil || t.r == nil || t.r.files.undone != "" || t.r.c.Status != runtime.Running && t.r.c.Status != runtime.Paused {
+	if !errors.Is(err, runtime.ErrState) || isCalledOff(err) || t.sb != nil || t.r == nil || t.r.files.undone != "" ||
+		t.r.c.Status != runtime.Running && t.r.c.Status != runtime.Paused {
 		return false
 	}
 	now, err := t.r.sb.host.Inspect(ctx, t.r.sb.ID)
@@ -155,7 +158,8 @@ func (rs *restores) try(ctx context.Context, ref string, t *trying) (_ runtime.R
 	if r.restart && r.row.Attached != nil { // no caller reads its warnings
 		r.attached.noteHosts(r.attached.hostsLeftText())
 	}
-	rs.log.Info("sandbox restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down, "changed", r.files.changed)
+	rs.log.Info("sandbox restored", "sandbox", r.sb.ID, "checkpoint", r.row.ID, "down", r.down,
+		"changed", r.files.changed)
 	out := t.restored()
 	err = rs.forgetKept(ctx, t, &out)
 	if r.attached.err != nil {
@@ -327,7 +331,8 @@ func (rs *restores) open(ctx context.Context, r *restoration) (err error) {
 // starts reports whether the sandbox is started once the files are in place.
 func (r *restoration) starts() bool {
 	was := runtime.Status(r.reader.Manifest().Status)
-	return (was == runtime.Running || was == runtime.Paused) && (r.fork == nil || !r.fork.noStart) && (!r.resumed || r.data.thisBoot())
+	return (was == runtime.Running || was == runtime.Paused) && (r.fork == nil || !r.fork.noStart) &&
+		(!r.resumed || r.data.thisBoot())
 }
 
 // lockSlot locks out agentbox processes with another root, which may have adopted the

@@ -38,7 +38,8 @@ func TestRestoreEndsUnder(t *testing.T) {
 	b := &ending{}
 	r := newRig(t, func(under runtime.Backend) runtime.Backend { b.Backend = under; return b })
 	sb, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
-		Name: "box", Image: "base", Args: []string{"sleep", "1000"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+		Name: "box", Image: "base", Args: []string{"sleep", "1000"},
+		Network: runtime.Network{Mode: runtime.NetworkNone},
 	}})
 	if err != nil {
 		t.Fatal(err)

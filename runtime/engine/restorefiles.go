@@ -44,7 +44,8 @@ func (r *filesPart) check(ctx context.Context) error {
 	for i, v := range r.reader.Manifest().Volumes {
 		at := slices.IndexFunc(r.c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
 		if at < 0 {
-			return hint(fmt.Errorf("%w: volume %s of the checkpoint is not the sandbox's any more", runtime.ErrState, v.Name),
+			return hint(fmt.Errorf("%w: volume %s of the checkpoint is not the sandbox's any more",
+				runtime.ErrState, v.Name),
 				"Make it and the container again as they were.")
 		}
 		r.data.Trees = append(r.data.Trees, worktree.Tree{Dir: r.c.Volumes[at].Path, Number: i + 1, Home: home})
@@ -312,7 +313,8 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 
 // undoIsFiles warns that the processes that the restore ends are lost.
 func (r *filesPart) undoIsFiles(why error) {
-	r.warnings = append(slices.Clone(r.warnings), fmt.Sprintf("the undo checkpoint has files only: %v; the processes that this restore has ended cannot be brought back", why))
+	r.warnings = append(slices.Clone(r.warnings),
+		fmt.Sprintf("the undo checkpoint has files only: %v; the processes that this restore has ended cannot be brought back", why))
 }
 
 // take takes over the collections of the undo checkpoint.

@@ -50,14 +50,16 @@ func checkSecrets(s runtime.Spec) error {
 	}
 	for _, m := range s.Mounts {
 		if at := path.Clean(m.Target); len(s.Secrets) > 0 && fsx.Within(runtime.SecretsDir, at) {
-			return fmt.Errorf("%w: %s is where the secrets are: nothing can be mounted at %s", runtime.ErrInvalid, runtime.SecretsDir, m.Target)
+			return fmt.Errorf("%w: %s is where the secrets are: nothing can be mounted at %s", runtime.ErrInvalid,
+				runtime.SecretsDir, m.Target)
 		}
 	}
 	return nil
 }
 
 func missingSecret(file string) error {
-	return hint(fmt.Errorf("the secret's file %s: %w", file, runtime.ErrNotFound), "It is read at each start, and has to be there.")
+	return hint(fmt.Errorf("the secret's file %s: %w", file, runtime.ErrNotFound),
+		"It is read at each start, and has to be there.")
 }
 
 func checkSecret(s runtime.Secret) error {
@@ -95,7 +97,8 @@ func sources(s runtime.Spec, given, known []runtime.Secret) ([]runtime.Secret, e
 		}
 		if list[i].File == "" && list[i].Env == "" {
 			name := list[i].Name
-			return nil, hint(fmt.Errorf("%w: where the secret %s comes from is not known: no checkpoint says it", runtime.ErrInvalid, name),
+			return nil, hint(fmt.Errorf("%w: where the secret %s comes from is not known: no checkpoint says it",
+				runtime.ErrInvalid, name),
 				"Say it: --secret "+name+"=file:PATH, or --secret "+name+"=env:VARIABLE.")
 		}
 	}
@@ -105,7 +108,9 @@ func sources(s runtime.Spec, given, known []runtime.Secret) ([]runtime.Secret, e
 
 // readSecrets reads the secrets of a sandbox from their sources. An empty secret is an
 // error: a sandbox that needs it had better not start.
-func (bx *sandboxes) readSecrets(ctx context.Context, s runtime.Spec, from []runtime.Secret) ([]runtime.SecretFile, error) {
+func (bx *sandboxes) readSecrets(
+	ctx context.Context, s runtime.Spec, from []runtime.Secret,
+) ([]runtime.SecretFile, error) {
 	var files []runtime.SecretFile
 	if len(from) > 0 {
 		// From here on this process has secrets in memory: the kernel writes no core of it,
@@ -189,7 +194,8 @@ func readSecret(s runtime.Spec, file string) (_ []byte, err error) {
 		return nil, err
 	}
 	fd, err := unix.Openat2(unix.AT_FDCWD, real, &unix.OpenHow{
-		Flags: unix.O_RDONLY | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
+		Flags:   unix.O_RDONLY | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC,
+		Resolve: unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_MAGICLINKS,
 	})
 	if err != nil {
 		return nil, &fs.PathError{Op: "open", Path: real, Err: err}
@@ -201,7 +207,8 @@ func readSecret(s runtime.Spec, file string) (_ []byte, err error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() {
-		return nil, hint(fmt.Errorf("%w: %s is not a regular file", runtime.ErrInvalid, file), "Give the value in a variable: --secret NAME=env:VARIABLE.")
+		return nil, hint(fmt.Errorf("%w: %s is not a regular file", runtime.ErrInvalid, file),
+			"Give the value in a variable: --secret NAME=env:VARIABLE.")
 	}
 	return io.ReadAll(io.LimitReader(f, maxSecret+1))
 }
@@ -222,7 +229,9 @@ func nameless(s runtime.Spec, stored json.RawMessage) (json.RawMessage, error) {
 
 // inherited returns where the secrets of a fork come from: the sources of its origin, as
 // long as the origin exists.
-func (bx *sandboxes) inherited(ctx context.Context, row store.Checkpoint, s runtime.Spec, given []runtime.Secret) ([]runtime.Secret, error) {
+func (bx *sandboxes) inherited(
+	ctx context.Context, row store.Checkpoint, s runtime.Spec, given []runtime.Secret,
+) ([]runtime.Secret, error) {
 	var known runtime.Spec
 	if row.Foreign { // its origin is only what it claims
 		return sources(s, given, nil)

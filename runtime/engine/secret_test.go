@@ -24,13 +24,32 @@ func TestSecretSources(t *testing.T) {
 		why                     string
 	}{
 		{what: "none"},
-		{what: "known", spec: named, known: []runtime.Secret{{Name: "a", Env: "A"}, {Name: "b", File: file}}, get: []runtime.Secret{{Name: "a", Env: "A"}, {Name: "b", File: file}}},
-		{what: "given", spec: named, given: []runtime.Secret{{Name: "a", File: file}}, known: []runtime.Secret{{Name: "a", Env: "A"}, {Name: "b", Env: "B"}}, get: []runtime.Secret{{Name: "a", File: file}, {Name: "b", Env: "B"}}},
-		{what: "unknown", spec: named, known: []runtime.Secret{{Name: "a", Env: "A"}}, why: "where the secret b comes from is not known"},
-		{what: "a checkpoint from elsewhere names a file", spec: []runtime.Secret{{Name: "a", File: "/etc/shadow"}}, why: "where the secret a comes from is not known"},
-		{what: "a checkpoint from elsewhere leads out", spec: []runtime.Secret{{Name: "../a"}}, known: []runtime.Secret{{Name: "../a", Env: "A"}}, why: "a name is"},
+		{
+			what: "known", spec: named, known: []runtime.Secret{{Name: "a", Env: "A"}, {Name: "b", File: file}},
+			get: []runtime.Secret{{Name: "a", Env: "A"}, {Name: "b", File: file}},
+		},
+		{
+			what: "given", spec: named, given: []runtime.Secret{{Name: "a", File: file}},
+			known: []runtime.Secret{{Name: "a", Env: "A"}, {Name: "b", Env: "B"}},
+			get:   []runtime.Secret{{Name: "a", File: file}, {Name: "b", Env: "B"}},
+		},
+		{
+			what: "unknown", spec: named, known: []runtime.Secret{{Name: "a", Env: "A"}},
+			why: "where the secret b comes from is not known",
+		},
+		{
+			what: "a checkpoint from elsewhere names a file", spec: []runtime.Secret{{Name: "a", File: "/etc/shadow"}},
+			why: "where the secret a comes from is not known",
+		},
+		{
+			what: "a checkpoint from elsewhere leads out", spec: []runtime.Secret{{Name: "../a"}},
+			known: []runtime.Secret{{Name: "../a", Env: "A"}}, why: "a name is",
+		},
 		{what: "another one", spec: named, given: []runtime.Secret{{Name: "c", Env: "A"}}, why: "has no secret c"},
-		{what: "no source", spec: named, given: []runtime.Secret{{Name: "a"}}, why: "comes from a file or from a variable"},
+		{
+			what: "no source", spec: named, given: []runtime.Secret{{Name: "a"}},
+			why: "comes from a file or from a variable",
+		},
 	} {
 		got, err := sources(runtime.Spec{Secrets: c.spec}, c.given, c.known)
 		if c.why != "" {
@@ -62,7 +81,8 @@ func TestSecretsInNoCore(t *testing.T) {
 	}
 	was := dumpable(1)
 	defer dumpable(was)
-	b, ctx := &sandboxes{core: &core{}, kept: map[string]string{}}, runtime.WithVariables(t.Context(), map[string]string{"A": "value"})
+	b, ctx := &sandboxes{core: &core{}, kept: map[string]string{}},
+		runtime.WithVariables(t.Context(), map[string]string{"A": "value"})
 	if got, err := b.readSecrets(ctx, runtime.Spec{}, nil); err != nil || len(got) > 0 || dumpable(-1) != 1 {
 		t.Errorf("%v, %v; dumpable %d without a secret", got, err, dumpable(-1))
 	}

@@ -44,7 +44,8 @@ func (cs *checkpoints) pause(ctx context.Context, sb *locked, c runtime.Containe
 	if err != nil || c.Pid == 0 || sb.host.Properties().FilesOnly {
 		return err
 	}
-	if _, err = criu.Runtime(c.Runtime).Settle(ctx, c.Pid); err == nil || ctx.Err() == nil && (criu.Passing(err) || errors.Is(err, runtime.ErrBusy)) {
+	if _, err = criu.Runtime(c.Runtime).Settle(ctx, c.Pid); err == nil ||
+		ctx.Err() == nil && (criu.Passing(err) || errors.Is(err, runtime.ErrBusy)) {
 		return nil // it is paused, as requested
 	}
 	return errors.Join(err, sb.host.Unpause(context.WithoutCancel(ctx), sb.ID))

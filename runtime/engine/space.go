@@ -49,7 +49,8 @@ func (e *core) explainFull(r *restoration, err error) error {
 	for _, d := range disks {
 		text := fmt.Sprintf("%s is free at %s", units.HumanSize(float64(d.free)), d.dir)
 		if d.need > 0 {
-			text = fmt.Sprintf("about %s is needed beside the present state, and %s", units.HumanSize(float64(d.need)), text)
+			text = fmt.Sprintf("about %s is needed beside the present state, and %s",
+				units.HumanSize(float64(d.need)), text)
 		}
 		says = append(says, text)
 	}

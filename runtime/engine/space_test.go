@@ -56,7 +56,8 @@ func TestRestoreWithoutRoom(t *testing.T) {
 
 	_, err = r.Restore(ctx, "box", runtime.RestoreOptions{})
 	hints := strings.Join(fault.Hint(err), " ")
-	if !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "6.291MB is needed") || !strings.Contains(err.Error(), "MB is free at "+root) ||
+	if !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "6.291MB is needed") ||
+		!strings.Contains(err.Error(), "MB is free at "+root) ||
 		!strings.Contains(hints, "agentbox prune") || !strings.Contains(hints, "as it was") {
 		t.Errorf("restored: %v\nhints: %s", err, hints)
 	}

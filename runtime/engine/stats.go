@@ -44,13 +44,17 @@ func (bx *sandboxes) stats(ctx context.Context, opts runtime.StatsOptions) (_ []
 	list := make([]runtime.Stats, 0, len(boxes))
 	uppers := make([]string, 0, len(boxes))
 	for _, sb := range boxes {
-		s := runtime.Stats{Sandbox: sb.ID, Name: sb.Name, Status: sb.Status, Started: sb.Started, StorageLimit: sb.Spec.Resources.Storage, Checkpoint: newest[sb.ID], Time: time.Now()}
+		s := runtime.Stats{
+			Sandbox: sb.ID, Name: sb.Name, Status: sb.Status, Started: sb.Started,
+			StorageLimit: sb.Spec.Resources.Storage, Checkpoint: newest[sb.ID], Time: time.Now(),
+		}
 		if sb.Pid != 0 {
 			use, err := groups.UseOf(sb.Pid)
 			if err != nil {
 				continue // it has just ended
 			}
-			s.CPU, s.Memory, s.MemoryLimit, s.Pids, s.PidsLimit = use.CPU, use.Memory, use.MemoryLimit, use.Pids, use.PidsLimit
+			s.CPU, s.Memory, s.MemoryLimit, s.Pids, s.PidsLimit = use.CPU, use.Memory, use.MemoryLimit,
+				use.Pids, use.PidsLimit
 		}
 		list, uppers = append(list, s), append(uppers, sb.Upperdir)
 	}

@@ -41,24 +41,29 @@ func TestStats(t *testing.T) {
 	if got := stats(runtime.StatsOptions{}); got == nil || len(got) != 0 {
 		t.Errorf("none runs: %+v", got)
 	}
-	if got := stats(runtime.StatsOptions{All: true}); len(got) != 2 || got[0].Sandbox != two.ID || got[1].Sandbox != one.ID || got[0].Disk != nil || !got[0].Checkpoint.IsZero() {
+	if got := stats(runtime.StatsOptions{All: true}); len(got) != 2 || got[0].Sandbox != two.ID ||
+		got[1].Sandbox != one.ID || got[0].Disk != nil || !got[0].Checkpoint.IsZero() {
 		t.Errorf("all: %+v", got)
 	}
 	named := runtime.StatsOptions{Sandboxes: []string{"one", one.ID[:8], "one"}, Disk: true}
 	for range 2 {
 		got := stats(named)
-		if len(got) != 1 || got[0].Status != runtime.Created || got[0].Disk == nil || *got[0].Disk < 1<<20 || *got[0].Disk > 3<<19 || !got[0].Checkpoint.Equal(ck.Created) {
+		if len(got) != 1 || got[0].Status != runtime.Created || got[0].Disk == nil || *got[0].Disk < 1<<20 ||
+			*got[0].Disk > 3<<19 || !got[0].Checkpoint.Equal(ck.Created) {
 			t.Errorf("one: %+v", got)
 		}
 		write("second")
 	}
-	if _, err := r.Stats(ctx, runtime.StatsOptions{Sandboxes: []string{"one", "nobody"}}); !errors.Is(err, runtime.ErrNotFound) {
+	if _, err := r.Stats(ctx, runtime.StatsOptions{Sandboxes: []string{
+		"one", "nobody",
+	}}); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("of one that is not there: %v", err)
 	}
 	if err := os.RemoveAll(two.Upperdir); err != nil {
 		t.Fatal(err)
 	}
-	if got := stats(runtime.StatsOptions{All: true, Disk: true}); len(got) != 2 || got[0].Disk != nil || got[1].Disk == nil {
+	if got := stats(runtime.StatsOptions{All: true, Disk: true}); len(got) != 2 ||
+		got[0].Disk != nil || got[1].Disk == nil {
 		t.Errorf("without its files: %+v", got)
 	}
 	over, cancel := context.WithCancel(ctx)

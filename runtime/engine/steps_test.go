@@ -97,7 +97,9 @@ func TestSteps(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []runtime.Step{{Phase: runtime.PhaseFiles, Done: size}, {Phase: runtime.PhaseStoring}, {Phase: runtime.PhaseSyncing}}
+	want := []runtime.Step{
+		{Phase: runtime.PhaseFiles, Done: size}, {Phase: runtime.PhaseStoring}, {Phase: runtime.PhaseSyncing},
+	}
 	if d := cmp.Diff(want, log.end()); d != "" {
 		t.Error(d)
 	}
@@ -126,15 +128,21 @@ func TestSteps(t *testing.T) {
 	for _, s := range got {
 		phases = append(phases, s.Phase)
 	}
-	if d := cmp.Diff([]runtime.Phase{"files", "storing", "syncing", "staging", "stopping", "putting", "proving", "starting", "syncing"}, phases); d != "" {
+	if d := cmp.Diff([]runtime.Phase{
+		"files", "storing", "syncing", "staging", "stopping", "putting", "proving", "starting", "syncing",
+	}, phases); d != "" {
 		t.Error(d)
 	}
 
 	log = &told{t: t}
-	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{Checkpoint: first.ID, Count: 3, Progress: log.step}); err != nil {
+	if _, err := r.Fork(ctx, "box", runtime.ForkOptions{
+		Checkpoint: first.ID, Count: 3, Progress: log.step,
+	}); err != nil {
 		t.Fatal(err)
 	}
-	if d := cmp.Diff([]runtime.Step{{Phase: runtime.PhaseForking, Done: 3 * size, Total: 3 * size}}, log.end()); d != "" {
+	if d := cmp.Diff([]runtime.Step{{
+		Phase: runtime.PhaseForking, Done: 3 * size, Total: 3 * size,
+	}}, log.end()); d != "" {
 		t.Error(d)
 	}
 	log = &told{t: t}
@@ -159,7 +167,9 @@ func TestStepsAside(t *testing.T) {
 		t.Fatal(err)
 	}
 	log := &told{t: t}
-	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: first.ID, NoUndo: true, Progress: log.step}); err != nil {
+	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{
+		Checkpoint: first.ID, NoUndo: true, Progress: log.step,
+	}); err != nil {
 		t.Fatal(err)
 	}
 	got := log.end()
@@ -198,7 +208,9 @@ func TestStepsOfFailures(t *testing.T) {
 	fill(t, sb.Upperdir, 2)
 	b.err = errors.New("no end")
 	log := &told{t: t}
-	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: first.ID, Progress: log.step}); !errors.Is(err, b.err) {
+	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{
+		Checkpoint: first.ID, Progress: log.step,
+	}); !errors.Is(err, b.err) {
 		t.Errorf("it is restored: %v", err)
 	}
 	got := log.end()
@@ -224,13 +236,17 @@ func TestStepsOfFailures(t *testing.T) {
 	calling, off := context.WithCancel(ctx)
 	off()
 	log = &told{t: t}
-	if _, err := r.Checkpoint(calling, "box", runtime.CheckpointOptions{Progress: log.step}); !errors.Is(err, context.Canceled) {
+	if _, err := r.Checkpoint(calling, "box",
+		runtime.CheckpointOptions{Progress: log.step}); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}
 	log.end()
 	calling, off = context.WithCancel(ctx)
 	log = &told{t: t}
-	if _, err := r.Fork(calling, "box", runtime.ForkOptions{Progress: func(s runtime.Step) { off(); log.step(s) }}); !errors.Is(err, context.Canceled) {
+	if _, err := r.Fork(calling, "box", runtime.ForkOptions{Progress: func(s runtime.Step) {
+		off()
+		log.step(s)
+	}}); !errors.Is(err, context.Canceled) {
 		t.Errorf("%v", err)
 	}
 	if got := log.end(); len(got) == 0 {
@@ -249,11 +265,17 @@ func TestStepsToNobody(t *testing.T) {
 
 	entered, leave := make(chan struct{}, 100), make(chan struct{})
 	began := time.Now()
-	first, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Progress: func(runtime.Step) { entered <- struct{}{}; <-leave }})
+	first, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Progress: func(runtime.Step) {
+		entered <- struct{}{}
+		<-leave
+	}})
 	if err != nil || time.Since(began) > 30*time.Second {
 		t.Fatalf("%v, after %v", err, time.Since(began))
 	}
-	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Progress: func(runtime.Step) { entered <- struct{}{}; <-leave }}); err != nil {
+	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Progress: func(runtime.Step) {
+		entered <- struct{}{}
+		<-leave
+	}}); err != nil {
 		t.Fatal(err)
 	}
 	close(leave)
@@ -262,7 +284,10 @@ func TestStepsToNobody(t *testing.T) {
 	}
 
 	panics, calls := guard.Count(), 0
-	again, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Progress: func(runtime.Step) { calls++; panic("a defect") }})
+	again, err := r.Checkpoint(ctx, "box", runtime.CheckpointOptions{Progress: func(runtime.Step) {
+		calls++
+		panic("a defect")
+	}})
 	if err != nil || again.ID == first.ID {
 		t.Fatal(err)
 	}

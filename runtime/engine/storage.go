@@ -79,7 +79,9 @@ func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.S
 	})
 }
 
-func (lm *limits) updateStorage(ctx context.Context, ref string, change runtime.StorageChange) (_ runtime.Sandbox, err error) {
+func (lm *limits) updateStorage(
+	ctx context.Context, ref string, change runtime.StorageChange,
+) (_ runtime.Sandbox, err error) {
 	if change.Size < 0 {
 		return runtime.Sandbox{}, fmt.Errorf("%w: a limit is negative", runtime.ErrInvalid)
 	}
@@ -186,7 +188,9 @@ func (w *filesLimit) refused(ctx context.Context, c runtime.Container, p overlay
 		now := time.Now()
 		return soonest, errors.Join(
 			w.e.events.noteHit(w.id, &runtime.StorageHit{Time: now, Used: p.Used, Limit: w.limit, Refused: true}),
-			w.e.events.note(w.id, runtime.Event{Time: now, Type: runtime.EventStorage, Used: p.Used, Limit: w.limit, Refused: true}),
+			w.e.events.note(w.id, runtime.Event{
+				Time: now, Type: runtime.EventStorage, Used: p.Used, Limit: w.limit, Refused: true,
+			}),
 		)
 	}
 	return late, nil // the kernel enforces the limit
@@ -280,9 +284,14 @@ func (w *filesLimit) kill(ctx context.Context, c runtime.Container, used int64) 
 	}
 	defer sb.lock.Unlock()
 	// Record the reason after the kill: before it, the disk may have had no room.
-	op := runtime.ByItself("kill", subjectOf(sb.Sandbox), runtime.Own{By: runtime.ByWatch, Why: fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit)})
+	op := runtime.ByItself("kill", subjectOf(sb.Sandbox),
+		runtime.Own{
+			By: runtime.ByWatch, Why: fmt.Sprintf("storage: its files take %d bytes, and may take %d", used, w.limit),
+		})
 	op.Signal = "KILL"
-	if err := w.e.observed(ctx, op, func(ctx context.Context) error { return sb.host.Kill(ctx, w.id, "KILL") }); err != nil {
+	if err := w.e.observed(ctx, op, func(ctx context.Context) error {
+		return sb.host.Kill(ctx, w.id, "KILL")
+	}); err != nil {
 		return err
 	}
 	w.killed = c.Pid

@@ -27,7 +27,8 @@ func checkRestore(o runtime.RestoreOptions) error {
 		return fmt.Errorf("%w: --undo cannot be combined with a checkpoint", runtime.ErrInvalid)
 	}
 	if o.Strategy != "" && !slices.Contains(runtime.Strategies, o.Strategy) {
-		return fmt.Errorf("%w: strategy %q: choose %s", runtime.ErrInvalid, o.Strategy, strings.Join(runtime.Strategies, ", "))
+		return fmt.Errorf("%w: strategy %q: choose %s", runtime.ErrInvalid, o.Strategy,
+			strings.Join(runtime.Strategies, ", "))
 	}
 	if o.FilesOnly && o.Strategy == runtime.StrategyFull {
 		return fmt.Errorf("%w: --files-only cannot be combined with --strategy full", runtime.ErrInvalid)
@@ -61,11 +62,15 @@ func waysOf(o runtime.RestoreOptions, kind string) ([]way, error) {
 	full := kind == runtime.KindFull && !o.FilesOnly
 	switch {
 	case o.Strategy == runtime.StrategyFull && !full:
-		return nil, hint(fmt.Errorf("%w: the checkpoint has no processes", runtime.ErrState), "Restore its files with --strategy files.")
+		return nil, hint(fmt.Errorf("%w: the checkpoint has no processes", runtime.ErrState),
+			"Restore its files with --strategy files.")
 	case o.Strategy != runtime.StrategyAuto:
 		return []way{{o.Strategy, !full || o.Strategy == runtime.StrategyFiles}}, nil
 	case full:
-		return []way{{runtime.StrategyFull, false}, {runtime.StrategyFiles, true}, {runtime.StrategyRecreate, false}, {runtime.StrategyRecreate, true}}, nil
+		return []way{
+			{runtime.StrategyFull, false}, {runtime.StrategyFiles, true}, {runtime.StrategyRecreate, false},
+			{runtime.StrategyRecreate, true},
+		}, nil
 	}
 	return []way{{runtime.StrategyFiles, true}, {runtime.StrategyRecreate, true}}, nil
 }
@@ -95,7 +100,8 @@ func (rs *restores) escalate(ctx context.Context, ref string, t *trying) (runtim
 			if err == nil || out.Checkpoint.ID != "" { // it is restored, except perhaps its host files
 				out.Strategy, out.Attempts = t.way, t.attempts
 				if out.Degraded = full && w.filesOnly && opts.Strategy == runtime.StrategyAuto; out.Degraded {
-					out.Warnings = append(slices.Clone(out.Warnings), "the processes of the checkpoint could not be restored: its files are back, and the command was started afresh")
+					out.Warnings = append(slices.Clone(out.Warnings),
+						"the processes of the checkpoint could not be restored: its files are back, and the command was started afresh")
 				}
 			}
 			if err == nil {
@@ -112,14 +118,17 @@ func (rs *restores) escalate(ctx context.Context, ref string, t *trying) (runtim
 				rs.log.Warn("restore attempt not cleaned up", "sandbox", id, "err", err)
 			}
 			again := try < strategyTries && mayPass(err)
-			a := runtime.RestoreAttempt{Time: began.UTC(), Strategy: w.name(full), Try: try, Error: err.Error(), Took: time.Since(began)}
+			a := runtime.RestoreAttempt{
+				Time: began.UTC(), Strategy: w.name(full), Try: try, Error: err.Error(), Took: time.Since(began),
+			}
 			if again {
 				a.Next = a.Strategy
 			} else if i+1 < len(ways) {
 				a.Next = ways[i+1].name(full)
 			}
 			t.attempts = append(t.attempts, a)
-			rs.log.Info("restore attempt failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try", a.Try, "next", a.Next, "err", a.Error)
+			rs.log.Info("restore attempt failed", "sandbox", id, "checkpoint", row.ID, "strategy", a.Strategy, "try",
+				a.Try, "next", a.Next, "err", a.Error)
 			rs.noteAttempt(id, row.ID, a)
 			if !again {
 				if i+1 == len(ways) && opts.Strategy != runtime.StrategyAuto {
@@ -150,7 +159,10 @@ func (rs *restores) explainTries(ctx context.Context, err error, t *trying) erro
 
 // mayPass reports whether an error may be temporary.
 func mayPass(err error) bool {
-	for _, lasting := range []error{runtime.ErrNotFound, runtime.ErrExists, runtime.ErrState, runtime.ErrDenied, runtime.ErrUnsupported, runtime.ErrCorrupt, runtime.ErrInvalid, unix.ENOSPC, unix.EDQUOT, unix.EROFS, unix.EIO} {
+	for _, lasting := range []error{
+		runtime.ErrNotFound, runtime.ErrExists, runtime.ErrState, runtime.ErrDenied, runtime.ErrUnsupported,
+		runtime.ErrCorrupt, runtime.ErrInvalid, unix.ENOSPC, unix.EDQUOT, unix.EROFS, unix.EIO,
+	} {
 		if errors.Is(err, lasting) {
 			return false
 		}
@@ -183,7 +195,10 @@ func (rs *restores) noteAttempt(id, checkpoint string, a runtime.RestoreAttempt)
 	default:
 		then = "next: " + a.Next
 	}
-	ev := runtime.Event{Time: a.Time, Type: runtime.EventRestore, Checkpoint: checkpoint, Strategy: a.Strategy, Reason: a.Error + "; " + then}
+	ev := runtime.Event{
+		Time: a.Time, Type: runtime.EventRestore, Checkpoint: checkpoint, Strategy: a.Strategy,
+		Reason: a.Error + "; " + then,
+	}
 	if err := rs.events.note(id, ev); err != nil {
 		rs.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
@@ -262,7 +277,9 @@ func (rs *restores) clearAway(ctx context.Context, r *restoration, t *trying) (e
 
 // keepStopped makes a checkpoint of a sandbox's present state and stops the sandbox.
 func (rs *restores) keepStopped(ctx context.Context, sb *locked, attach []string) (store.Checkpoint, error) {
-	opts := runtime.CheckpointOptions{Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, Stop: true, Attach: attach}
+	opts := runtime.CheckpointOptions{
+		Trigger: runtime.TriggerUndo, TCP: runtime.TCPEstablished, Stop: true, Attach: attach,
+	}
 	row, err := rs.checkpoints.checkpointOf(ctx, sb, opts, "")
 	if err != nil && ctx.Err() == nil && !errors.Is(err, unix.ENOSPC) && !isCalledOff(err) {
 		rs.log.Warn("undo checkpoint limited to files", "sandbox", sb.ID, "err", err)
@@ -307,7 +324,8 @@ func (rs *restores) safeStop(ctx context.Context, id string, t *trying) (err err
 	cause := fmt.Errorf("%w: no strategy has restored it:%s", runtime.ErrState, tried)
 	sb, err := rs.acquire(ctx, id, "restore", reapWait)
 	if errors.Is(err, runtime.ErrNotFound) {
-		text := "The sandbox could not be made again; its checkpoints are there (agentbox checkpoint ls " + t.r.sb.Name + ")"
+		text := "The sandbox could not be made again; its checkpoints are there (agentbox checkpoint ls " +
+			t.r.sb.Name + ")"
 		if t.kept != "" {
 			text += ", and what it had last is one of them, " + short(t.kept)
 		}
@@ -341,7 +359,9 @@ func (rs *restores) safeStop(ctx context.Context, id string, t *trying) (err err
 	if err != nil {
 		return errors.Join(cause, fmt.Errorf("and it cannot be frozen: %w", err))
 	}
-	if err := rs.events.note(id, runtime.Event{Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why}); err != nil {
+	if err := rs.events.note(id, runtime.Event{
+		Time: time.Now(), Type: runtime.EventHeld, Checkpoint: t.r.row.ID, Reason: state + ": " + why,
+	}); err != nil {
 		rs.log.Warn("event not recorded", "sandbox", id, "err", err)
 	}
 	text := fmt.Sprintf("The sandbox is %s, with the files it had before, and no verb may use it. Restore it again, or let it be used as it is with: agentbox release %s", state, sb.Name)
@@ -357,12 +377,15 @@ func mayUse(sb store.Sandbox) error {
 		return nil
 	}
 	return hint(fmt.Errorf("%w: it is held: %s", runtime.ErrState, sb.Held),
-		fmt.Sprintf("Restore it (agentbox restore %s), or let it be used as it is with: agentbox release %s", sb.Name, sb.Name))
+		fmt.Sprintf("Restore it (agentbox restore %s), or let it be used as it is with: agentbox release %s", sb.Name,
+			sb.Name))
 }
 
 // ReleaseHold ends the hold on a sandbox.
 func (e *Engine) ReleaseHold(ctx context.Context, ref string) error {
-	return e.verb(ctx, errorsNamed(onSandbox("release hold", ref)), func(ctx context.Context) error { return e.restores.releaseHold(ctx, ref) })
+	return e.verb(ctx, errorsNamed(onSandbox("release hold", ref)), func(ctx context.Context) error {
+		return e.restores.releaseHold(ctx, ref)
+	})
 }
 
 func (rs *restores) releaseHold(ctx context.Context, ref string) (err error) {

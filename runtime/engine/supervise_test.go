@@ -155,7 +155,9 @@ func TestSupervisorRecovers(t *testing.T) {
 	if _, err := r.Start(ctx, "box", nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.store.Begin(ctx, store.Intent{Op: "checkpoint", Sandbox: sb.ID, Data: []byte(`{"was": "running"}`)}); err != nil {
+	if _, err := r.store.Begin(ctx, store.Intent{
+		Op: "checkpoint", Sandbox: sb.ID, Data: []byte(`{"was": "running"}`),
+	}); err != nil {
 		t.Fatal(err)
 	}
 	_ = r.supervising(t)
@@ -236,7 +238,8 @@ func TestOldWatches(t *testing.T) {
 	}
 	r.started = 0
 	old := filepath.Join(r.root, "watch", sb.ID)
-	err := errors.Join(os.Remove(filepath.Join(r.root, "supervised", sb.ID)), os.Mkdir(filepath.Dir(old), 0o700), os.WriteFile(old, nil, 0o600))
+	err := errors.Join(os.Remove(filepath.Join(r.root, "supervised", sb.ID)), os.Mkdir(filepath.Dir(old), 0o700),
+		os.WriteFile(old, nil, 0o600))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -40,7 +40,8 @@ func (t *takings) begin(ctx context.Context, s runtime.Spec) error {
 		r := rounds{
 			every: on.Interval, log: t.e.log.With("sandbox", t.id), status: t.status,
 			take: func(ctx context.Context) error {
-				_, err := t.e.Checkpoint(ctx, t.id, runtime.CheckpointOptions{Trigger: runtime.TriggerInterval, Automatic: true})
+				_, err := t.e.Checkpoint(ctx, t.id,
+					runtime.CheckpointOptions{Trigger: runtime.TriggerInterval, Automatic: true})
 				return err
 			},
 		}

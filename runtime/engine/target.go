@@ -15,10 +15,15 @@ import (
 
 // target finds the sandbox and the checkpoint to restore, and locks the sandbox unless the
 // caller has. The restore will recreate a sandbox that was removed.
-func (rs *restores) target(ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions) (*restoration, error) {
-	r := rs.newRestoration(sb, restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo})
+func (rs *restores) target(
+	ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions,
+) (*restoration, error) {
+	r := rs.newRestoration(sb, restoring{
+		Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo,
+	})
 	r.restart, r.verify, r.pull, r.grants = sb != nil, opts.Verify, opts.Pull, opts.Grants
-	r.effects.off, r.attached.all, r.attached.none, r.secrets.given = opts.NoEffects, opts.Attached, opts.NoAttached, opts.Secrets
+	r.effects.off, r.attached.all, r.attached.none, r.secrets.given = opts.NoEffects, opts.Attached,
+		opts.NoAttached, opts.Secrets
 	err := rs.checkpoints.match(ctx, ref, &opts)
 	if err != nil {
 		if r.sb != nil {
@@ -82,7 +87,9 @@ func (r *restoration) keepGiven(opts runtime.RestoreOptions) error {
 // choose finds the named checkpoint of a sandbox, or its newest ready one: an undo
 // checkpoint with undo, another one without. A foreign one must be named, or allowed by
 // foreign.
-func (rs *restores) choose(ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool) (row store.Checkpoint, err error) {
+func (rs *restores) choose(
+	ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool,
+) (row store.Checkpoint, err error) {
 	if ref == "" {
 		rows, err := rs.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
 		if err != nil {
@@ -102,9 +109,11 @@ func (rs *restores) choose(ctx context.Context, sb store.Sandbox, ref string, un
 			return row, onlyForeign(sb.Name)
 		}
 		if undo {
-			return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, runtime.ErrNotFound), "A restore keeps what it replaces, unless it is told --no-undo.")
+			return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, runtime.ErrNotFound),
+				"A restore keeps what it replaces, unless it is told --no-undo.")
 		}
-		return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, runtime.ErrNotFound), "Take one with: agentbox checkpoint "+sb.Name)
+		return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, runtime.ErrNotFound),
+			"Take one with: agentbox checkpoint "+sb.Name)
 	}
 	row, err = rs.store.Checkpoint(ctx, sb.ID+"@"+ref)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -124,10 +133,12 @@ func (rs *restores) choose(ctx context.Context, sb store.Sandbox, ref string, un
 	case err != nil:
 		return row, err
 	case row.ImageDigest != sb.ImageDigest:
-		return row, hint(fmt.Errorf("%w: checkpoint %s was taken over image %s, the sandbox runs over %s", runtime.ErrState, short(row.ID), row.ImageDigest, sb.ImageDigest),
+		return row, hint(fmt.Errorf("%w: checkpoint %s was taken over image %s, the sandbox runs over %s",
+			runtime.ErrState, short(row.ID), row.ImageDigest, sb.ImageDigest),
 			"Restore it under the name of its own sandbox, "+row.SandboxName+".")
 	case row.SandboxID != sb.ID:
-		return row, hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", runtime.ErrState, short(row.ID), row.SandboxName),
+		return row, hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", runtime.ErrState,
+			short(row.ID), row.SandboxName),
 			"A sandbox is restored and forked from checkpoints of its own.")
 	case row.Status != runtime.CheckpointReady:
 		return row, fmt.Errorf("%w: checkpoint %s is %s: %s", runtime.ErrState, short(row.ID), row.Status, row.Error)
@@ -142,16 +153,20 @@ func notOwn(sb store.Sandbox, ref string, row store.Checkpoint) error {
 		return nil
 	}
 	if row.SandboxName == sb.Name {
-		return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w: %s belongs to an earlier sandbox of that name", sb.Name, ref, runtime.ErrNotFound, short(row.ID)),
+		return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w: %s belongs to an earlier sandbox of that name",
+			sb.Name, ref, runtime.ErrNotFound, short(row.ID)),
 			"List those of "+sb.Name+" with: agentbox checkpoint ls "+sb.Name)
 	}
 	return hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", sb.Name, ref, runtime.ErrNotFound),
-		fmt.Sprintf("Sandbox %[1]s has one: %[1]s@%[2]s. List those of %[3]s with: agentbox checkpoint ls %[3]s", row.SandboxName, ref, sb.Name))
+		fmt.Sprintf("Sandbox %[1]s has one: %[1]s@%[2]s. List those of %[3]s with: agentbox checkpoint ls %[3]s",
+			row.SandboxName, ref, sb.Name))
 }
 
 // recreate plans to create a removed sandbox again from the spec of its checkpoint. The
 // sandbox keeps its id, so that what its processes remember of it stays true.
-func (rs *restores) recreate(ctx context.Context, r *restoration, name string, opts runtime.RestoreOptions, missing error) error {
+func (rs *restores) recreate(
+	ctx context.Context, r *restoration, name string, opts runtime.RestoreOptions, missing error,
+) error {
 	ref, undo := opts.Checkpoint, opts.Undo
 	row, err := rs.newestOfGone(ctx, name, opts.Foreign)
 	if errors.Is(err, runtime.ErrNotFound) {
@@ -180,14 +195,16 @@ func (rs *restores) recreate(ctx context.Context, r *restoration, name string, o
 			if err := notOwn(store.Sandbox{Name: name}, ref, row); err != nil {
 				return err
 			}
-			return hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", runtime.ErrState, short(row.ID), row.SandboxName),
+			return hint(fmt.Errorf("%w: checkpoint %s belongs to sandbox %s", runtime.ErrState,
+				short(row.ID), row.SandboxName),
 				"Restore puts a sandbox back to a checkpoint of its own.")
 		}
 		if row.Status != runtime.CheckpointReady {
 			return fmt.Errorf("%w: checkpoint %s is %s: %s", runtime.ErrState, short(row.ID), row.Status, row.Error)
 		}
 		if _, err := rs.store.Sandbox(ctx, row.SandboxID); !errors.Is(err, runtime.ErrNotFound) {
-			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed", runtime.ErrState, short(row.ID)))
+			return errors.Join(err, fmt.Errorf("%w: checkpoint %s belongs to a sandbox that was not removed",
+				runtime.ErrState, short(row.ID)))
 		}
 	}
 	lock, err := rs.store.Lock(ctx, row.SandboxID, "restore", lockWait)
@@ -206,7 +223,9 @@ func (rs *restores) recreate(ctx context.Context, r *restoration, name string, o
 
 // again plans to recreate a sandbox, whose lock is held, from the spec of its checkpoint.
 func (rs *restores) again(ctx context.Context, r *restoration, missing error) (err error) {
-	gone := store.Sandbox{ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec}
+	gone := store.Sandbox{
+		ID: r.row.SandboxID, Name: r.row.SandboxName, ImageDigest: r.row.ImageDigest, Spec: r.row.Spec,
+	}
 	if r.spec, err = specOf(gone.ID, gone.Spec); err != nil {
 		return err
 	}
@@ -215,7 +234,8 @@ func (rs *restores) again(ctx context.Context, r *restoration, missing error) (e
 		return err
 	}
 	if r.spec.Adopted {
-		return hint(fmt.Errorf("its container is gone: %w", missing), "Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
+		return hint(fmt.Errorf("its container is gone: %w", missing),
+			"Agentbox did not make it and cannot make it again; its checkpoints are still there (agentbox checkpoint ls "+gone.Name+").")
 	}
 	var known runtime.Spec
 	if r.orphan && !r.row.Foreign {
@@ -278,7 +298,8 @@ func checkDamage(sandbox string, row store.Checkpoint, salvage bool) error {
 	if err == nil || salvage {
 		return nil
 	}
-	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s", sandbox, short(row.ID)))
+	return hint(err, fmt.Sprintf("Restore what is intact of it with: agentbox restore --salvage %s %s",
+		sandbox, short(row.ID)))
 }
 
 // damage returns the damage that the last verification found, or nil.

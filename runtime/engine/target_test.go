@@ -42,7 +42,8 @@ func TestOrphan(t *testing.T) {
 		t.Errorf("plan: %+v, %v", plan, err)
 	}
 	recorded("a dry run")
-	if _, err := r.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: "nosuch"}); !errors.Is(err, runtime.ErrNotFound) {
+	if _, err := r.Restore(ctx, "box",
+		runtime.RestoreOptions{Checkpoint: "nosuch"}); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("a checkpoint that is not there: %v", err)
 	}
 	recorded("a restore of nothing")

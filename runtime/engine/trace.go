@@ -34,7 +34,10 @@ const criuTemp = "cr-tmpfs."
 
 // newFootprint reads what a dump may change. The sandbox is frozen.
 func newFootprint(pid int, upper string) (*footprint, error) {
-	f := &footprint{root: fmt.Sprintf("/proc/%d/root", pid), times: map[string]unix.Timespec{}, known: map[string]overlay.Entry{}, names: map[string]bool{}}
+	f := &footprint{
+		root: fmt.Sprintf("/proc/%d/root", pid), times: map[string]unix.Timespec{}, known: map[string]overlay.Entry{},
+		names: map[string]bool{},
+	}
 	jail, err := policy.Open(f.root)
 	if err != nil {
 		return nil, err
@@ -125,7 +128,8 @@ func (f *footprint) erase() error {
 		var st unix.Stat_t
 		err = unix.Fstat(int(h.Fd()), &st)
 		if err == nil && st.Mtim != mtime {
-			err = unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", h.Fd()), []unix.Timespec{st.Atim, mtime}, 0)
+			err = unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", h.Fd()),
+				[]unix.Timespec{st.Atim, mtime}, 0)
 		}
 		h.Close()
 		if err != nil {

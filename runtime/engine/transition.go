@@ -38,7 +38,8 @@ func (r *restoration) change(ctx context.Context) (err error) {
 		return err
 	}
 	// The old processes end now: a caller that disconnects must not stop the restore half-way.
-	return take(context.WithoutCancel(ctx), r.processes.stop, r.each(part.commit), r.proven, r.each(part.arrange), r.start)
+	return take(context.WithoutCancel(ctx), r.processes.stop, r.each(part.commit), r.proven,
+		r.each(part.arrange), r.start)
 }
 
 // finish ends a restore whose sandbox is in place. Host files come first: a failure with them

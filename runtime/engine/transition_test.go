@@ -80,7 +80,8 @@ func TestTransition(t *testing.T) {
 			}
 			var calls []string
 			named := func(name string) noting { return noting{name: name, calls: &calls, fail: fail} }
-			r := e.restores.newRestoration(&locked{Sandbox: sb, host: Host{Backend: named("it")}}, restoring{Phase: phaseSwap})
+			r := e.restores.newRestoration(&locked{Sandbox: sb, host: Host{Backend: named("it")}},
+				restoring{Phase: phaseSwap})
 			r.resumed, r.seq, r.reader = true, seq, &store.Reader{}
 			r.c.Stage = stage.Slot{Run: filepath.Join(t.TempDir(), "run"), ID: "it"}
 			r.parts = []part{named("a"), named("b")}

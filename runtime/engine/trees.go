@@ -26,7 +26,8 @@ func (k *making) readAhead(ctx context.Context, draft *store.Draft) error {
 			t.Know(ctx)
 			return nil
 		}
-		return t.ReadAhead(ctx, filepath.Join(draft.Dir(), "early-"+strconv.Itoa(t.Number)), draft.Sink(), k.opts.Paranoid)
+		return t.ReadAhead(ctx, filepath.Join(draft.Dir(), "early-"+strconv.Itoa(t.Number)),
+			draft.Sink(), k.opts.Paranoid)
 	})
 }
 

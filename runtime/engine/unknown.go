@@ -53,9 +53,12 @@ func (bx *sandboxes) removeUnknown(ctx context.Context, id string, opts runtime.
 		return err
 	}
 	if !opts.Force {
-		return hint(fmt.Errorf("%w: it is there, and state.db does not know it", runtime.ErrState), "Put back the state.db that knows it, or remove it with --force.")
+		return hint(fmt.Errorf("%w: it is there, and state.db does not know it", runtime.ErrState),
+			"Put back the state.db that knows it, or remove it with --force.")
 	}
-	return bx.remove(ctx, &locked{Sandbox: store.Sandbox{ID: id, Backend: bx.first}, host: host, lock: lock}, opts.Checkpoints)
+	return bx.remove(ctx, &locked{
+		Sandbox: store.Sandbox{ID: id, Backend: bx.first}, host: host, lock: lock,
+	}, opts.Checkpoints)
 }
 
 // forget removes a file of a sandbox that is gone.

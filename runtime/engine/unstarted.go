@@ -66,7 +66,8 @@ func (bx *sandboxes) freeUnstarted(ctx context.Context, as runtime.Own) (did []s
 			}
 			gone, err := bx.freeOne(ctx, sb.ID, as)
 			if gone {
-				did = append(did, fmt.Sprintf("removed sandbox %s (%s), whose caller ended before it was started", sb.Name, short(sb.ID)))
+				did = append(did, fmt.Sprintf("removed sandbox %s (%s), whose caller ended before it was started",
+					sb.Name, short(sb.ID)))
 				bx.log.Warn("verb recovered", "sandbox", sb.ID, "verb", opCreate, "action", did[len(did)-1])
 			}
 			return err

@@ -37,7 +37,8 @@ func (e *Engine) Upkeep(ctx context.Context, u Upkeep) {
 				u.Reconciled(report, err)
 			}
 			if len(report.Deeds()) > 0 || report.Failed > 0 {
-				e.log.Info("host reconciled", "sandboxes", report.Sandboxes, "found", report.Counts, "failed", report.Failed, "took", report.Took)
+				e.log.Info("host reconciled", "sandboxes", report.Sandboxes, "found", report.Counts, "failed",
+					report.Failed, "took", report.Took)
 			}
 			return err
 		})
@@ -103,7 +104,8 @@ func (up *upkeep) recordPruned(ctx context.Context, out runtime.Pruned, err erro
 		c := p.Checkpoint
 		if at[c.Sandbox] == nil {
 			subject := runtime.Subject{Sandbox: c.Sandbox, Name: c.SandboxName}
-			at[c.Sandbox], order = runtime.ByItself("prune", subject, runtime.Own{Why: "retention", Past: true, Alone: true}), append(order, c.Sandbox)
+			at[c.Sandbox], order = runtime.ByItself("prune", subject,
+				runtime.Own{Why: "retention", Past: true, Alone: true}), append(order, c.Sandbox)
 		}
 		at[c.Sandbox].Own.Made = append(at[c.Sandbox].Own.Made, c.ID)
 	}

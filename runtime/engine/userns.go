@@ -29,14 +29,17 @@ const (
 // mapIDs gives a new sandbox a range of ids that no other sandbox on this root has, and no
 // running one of another root, if the host and the rest of its spec allow that. If they do
 // not, it fails only where mode or policy require a range.
-func (bx *sandboxes) mapIDs(ctx context.Context, s *runtime.Spec, mode string, by *policy.Policy, host Host, lower []string) error {
+func (bx *sandboxes) mapIDs(
+	ctx context.Context, s *runtime.Spec, mode string, by *policy.Policy, host Host, lower []string,
+) error {
 	switch mode {
 	case "", runtime.UserNSAuto:
 	case runtime.UserNSHost:
 		bx.log.Debug("user namespace not used, as requested", "sandbox", s.ID)
 		return nil
 	default:
-		return fmt.Errorf("%w: user namespace %q: choose %s or %s", runtime.ErrInvalid, mode, runtime.UserNSAuto, runtime.UserNSHost)
+		return fmt.Errorf("%w: user namespace %q: choose %s or %s", runtime.ErrInvalid, mode,
+			runtime.UserNSAuto, runtime.UserNSHost)
 	}
 	why, err := bx.idsOf(ctx, s, host, lower)
 	switch {
@@ -48,7 +51,8 @@ func (bx *sandboxes) mapIDs(ctx context.Context, s *runtime.Spec, mode string, b
 	case by.Rules.NeedsNamespace():
 		return by.NoNamespace(why)
 	case mode == runtime.UserNSAuto:
-		return hint(fmt.Errorf("%w: a user namespace (--userns %s): %s", runtime.ErrUnsupported, mode, why), "Without --userns it has the host's user ids then.")
+		return hint(fmt.Errorf("%w: a user namespace (--userns %s): %s", runtime.ErrUnsupported, mode, why),
+			"Without --userns it has the host's user ids then.")
 	}
 	s.HostIDs = why
 	bx.log.Info("user namespace not used", "sandbox", s.ID, "reason", why)
@@ -59,7 +63,9 @@ func (bx *sandboxes) mapIDs(ctx context.Context, s *runtime.Spec, mode string, b
 // checkpoint's ids on this host. Processes need the same ids; files alone can get others.
 //
 // The files of a foreign checkpoint, without processes, get a range like a new sandbox.
-func (bx *sandboxes) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lower []string, processes, foreign bool) error {
+func (bx *sandboxes) keepIDs(
+	ctx context.Context, s *runtime.Spec, host Host, lower []string, processes, foreign bool,
+) error {
 	if foreign && !processes {
 		p, err := recorded(*s)
 		if err != nil {
@@ -82,7 +88,8 @@ func (bx *sandboxes) keepIDs(ctx context.Context, s *runtime.Spec, host Host, lo
 		}
 	}
 	if processes {
-		return hint(fmt.Errorf("%w: its processes have user ids of their own, which is not possible here: %s", runtime.ErrUnsupported, why), "Mend that, or take the files alone: --files-only.")
+		return hint(fmt.Errorf("%w: its processes have user ids of their own, which is not possible here: %s",
+			runtime.ErrUnsupported, why), "Mend that, or take the files alone: --files-only.")
 	}
 	s.IDs, s.HostIDs = nil, ""
 	// Another range will do.
@@ -130,7 +137,8 @@ func (bx *sandboxes) idsOf(ctx context.Context, s *runtime.Spec, host Host, lowe
 
 // ofHost lists capabilities that the kernel checks only in the host's user namespace.
 var ofHost = []string{
-	"AUDIT_CONTROL", "AUDIT_READ", "BLOCK_SUSPEND", "BPF", "IPC_LOCK", "LEASE", "LINUX_IMMUTABLE", "MAC_ADMIN", "MAC_OVERRIDE", "MKNOD",
+	"AUDIT_CONTROL", "AUDIT_READ", "BLOCK_SUSPEND", "BPF", "IPC_LOCK", "LEASE", "LINUX_IMMUTABLE", "MAC_ADMIN",
+	"MAC_OVERRIDE", "MKNOD",
 	"PERFMON", "SYSLOG", "SYS_MODULE", "SYS_NICE", "SYS_PACCT", "SYS_RAWIO", "SYS_RESOURCE", "SYS_TIME", "WAKE_ALARM",
 }
 
@@ -154,7 +162,8 @@ func contradiction(s runtime.Spec) string {
 
 // ours reports whether m could be a range from freeIDs.
 func ours(m idmap.Map) bool {
-	return m.Size == rangeSize && m.Base >= firstID && (m.Base-firstID)%rangeSize == 0 && (m.Base-firstID)/rangeSize < ranges
+	return m.Size == rangeSize && m.Base >= firstID && (m.Base-firstID)%rangeSize == 0 &&
+		(m.Base-firstID)/rangeSize < ranges
 }
 
 // freeIDs finds an unused range.

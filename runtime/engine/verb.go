@@ -53,7 +53,9 @@ type framed interface {
 
 // verb is the frame of every verb that returns a value: it calls the observers, has errors
 // name the verb, and recovers what a panic has left half done.
-func verb[T any](ctx context.Context, e framed, op *runtime.Op, do func(context.Context) (T, error)) (out T, err error) {
+func verb[T any](
+	ctx context.Context, e framed, op *runtime.Op, do func(context.Context) (T, error),
+) (out T, err error) {
 	err = e.verb(ctx, op, func(ctx context.Context) (err error) {
 		out, err = do(ctx)
 		op.Result = out

@@ -53,11 +53,13 @@ func TestObservers(t *testing.T) {
 	}
 
 	sb := r.create(t, "a")
-	expect("outer begin create base  reads=false", "inner begin create base  reads=false", `inner end create "a" false`, `outer end create "a" false`)
+	expect("outer begin create base  reads=false", "inner begin create base  reads=false", `inner end create "a" false`,
+		`outer end create "a" false`)
 	if _, err := r.Sandbox(ctx, sb.ID); err != nil {
 		t.Fatal(err)
 	}
-	expect("outer begin inspect "+sb.ID+" a reads=true", "inner begin inspect "+sb.ID+" a reads=true", `inner end inspect "a" false`, `outer end inspect "a" false`)
+	expect("outer begin inspect "+sb.ID+" a reads=true", "inner begin inspect "+sb.ID+" a reads=true",
+		`inner end inspect "a" false`, `outer end inspect "a" false`)
 
 	refusal = errors.New("no")
 	if err := r.Remove(ctx, "a", runtime.RemoveOptions{}); !errors.Is(err, refusal) {
@@ -74,11 +76,14 @@ func TestObservers(t *testing.T) {
 	if err := r.Remove(ctx, "a", runtime.RemoveOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	expect("outer begin rm a a reads=false", "inner begin rm a a reads=false", `inner end rm "" false`, `outer end rm "" false`)
-	if err := r.Remove(ctx, "a", runtime.RemoveOptions{}); !errors.Is(err, runtime.ErrNotFound) || !strings.HasPrefix(err.Error(), "rm a: ") {
+	expect("outer begin rm a a reads=false", "inner begin rm a a reads=false", `inner end rm "" false`,
+		`outer end rm "" false`)
+	if err := r.Remove(ctx, "a", runtime.RemoveOptions{}); !errors.Is(err, runtime.ErrNotFound) ||
+		!strings.HasPrefix(err.Error(), "rm a: ") {
 		t.Errorf("of one that is not there: %v", err)
 	}
-	expect("outer begin rm a  reads=false", "inner begin rm a  reads=false", `inner end rm "" true`, `outer end rm "" true`)
+	expect("outer begin rm a  reads=false", "inner begin rm a  reads=false", `inner end rm "" true`,
+		`outer end rm "" true`)
 }
 
 // TestObserversOfPanic: observers see a panic as the verb's error, too.

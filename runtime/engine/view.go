@@ -34,7 +34,9 @@ const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
 func (e *Engine) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	return verb(ctx, e, reads(on("ps", "")), func(ctx context.Context) ([]runtime.Sandbox, error) { return e.sandboxes.list(ctx) })
+	return verb(ctx, e, reads(on("ps", "")), func(ctx context.Context) ([]runtime.Sandbox, error) {
+		return e.sandboxes.list(ctx)
+	})
 }
 
 func (bx *sandboxes) list(ctx context.Context) ([]runtime.Sandbox, error) {
@@ -79,7 +81,10 @@ func (bx *sandboxes) list(ctx context.Context) ([]runtime.Sandbox, error) {
 			// Its engine does not answer; list the others anyway.
 			bx.log.Warn("sandbox state unknown", "sandbox", sb.Name, "err", err)
 			if out.ID == "" {
-				out = runtime.Sandbox{ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend, Created: sb.Created, Labels: map[string]string{}}
+				out = runtime.Sandbox{
+					ID: sb.ID, Name: sb.Name, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
+					Created: sb.Created, Labels: map[string]string{},
+				}
 			}
 			out.Status = runtime.Unknown
 		}
@@ -97,7 +102,9 @@ func (bx *sandboxes) view(ctx context.Context, sb store.Sandbox) (runtime.Sandbo
 	return bx.viewOf(ctx, sb, s)
 }
 
-func (bx *sandboxes) viewOf(ctx context.Context, sb store.Sandbox, s runtime.Spec) (_ runtime.Sandbox, c runtime.Container, err error) {
+func (bx *sandboxes) viewOf(
+	ctx context.Context, sb store.Sandbox, s runtime.Spec,
+) (_ runtime.Sandbox, c runtime.Container, err error) {
 	labels := sb.Labels
 	if labels == nil {
 		labels = map[string]string{}
@@ -118,7 +125,8 @@ func (bx *sandboxes) viewOf(ctx context.Context, sb store.Sandbox, s runtime.Spe
 		ID: sb.ID, Name: sb.Name, Status: c.Status, Pid: c.Pid, ExitCode: c.ExitCode,
 		Upperdir: c.Upper, Image: sb.Image, ImageDigest: sb.ImageDigest, Backend: sb.Backend,
 		Head: sb.Head, Attempt: sb.Attempt, Created: sb.Created, Started: c.Started, Finished: c.Finished,
-		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group, OOMKilled: c.OOMKilled, Spec: s,
+		Labels: labels, Address: c.Address, Kept: sb.Kept, Held: sb.Held, Lease: sb.Lease, Group: sb.Group,
+		OOMKilled: c.OOMKilled, Spec: s,
 		Expires: expiresAt(s.Lifetime), Expired: expired(s.Lifetime), Restarts: again,
 	}, c, err
 }

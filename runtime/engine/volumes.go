@@ -49,7 +49,8 @@ func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) 
 	}
 	sharer, ok := host.Backend.(runtime.VolumeSharer)
 	if !ok {
-		return fmt.Errorf("%w: backend %s does not tell what else uses a volume", runtime.ErrUnsupported, host.Properties().Name)
+		return fmt.Errorf("%w: backend %s does not tell what else uses a volume", runtime.ErrUnsupported,
+			host.Properties().Name)
 	}
 	bound, cancel := context.WithTimeout(ctx, usersTime)
 	defer cancel()
@@ -78,7 +79,9 @@ func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) 
 	}
 	for _, v := range volumes {
 		if by := users[v.Name]; len(by) > 0 {
-			return hint(fmt.Errorf("%w: volume %s is in use by %s, too", runtime.ErrState, v.Name, strings.Join(by, ", ")), "Stop that first, or leave the volume out.")
+			return hint(
+				fmt.Errorf("%w: volume %s is in use by %s, too", runtime.ErrState, v.Name, strings.Join(by, ", ")),
+				"Stop that first, or leave the volume out.")
 		}
 	}
 	return nil

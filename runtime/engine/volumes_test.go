@@ -119,7 +119,8 @@ type plainBackend struct{ runtime.Backend }
 func TestVolumeUsersNotTold(t *testing.T) {
 	r := newRig(t, func(b runtime.Backend) runtime.Backend { return plainBackend{b} })
 	r.sharer(t, "v")
-	if _, err := r.Checkpoint(ctx, "v", runtime.CheckpointOptions{WithVolumes: true}); !errors.Is(err, runtime.ErrUnsupported) {
+	if _, err := r.Checkpoint(ctx, "v", runtime.CheckpointOptions{WithVolumes: true}); !errors.Is(err,
+		runtime.ErrUnsupported) {
 		t.Errorf("got %v", err)
 	}
 }

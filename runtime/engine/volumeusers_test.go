@@ -28,12 +28,16 @@ func (s sharing) VolumeUsers(ctx context.Context, _ string, _ []runtime.Volume) 
 func TestVolumeReachedBy(t *testing.T) {
 	root := t.TempDir()
 	data := filepath.Join(root, "volumes/one/data")
-	for _, dir := range []string{filepath.Join(data, "part"), filepath.Join(root, "volumes/one/database"), filepath.Join(root, "elsewhere")} {
+	for _, dir := range []string{
+		filepath.Join(data, "part"), filepath.Join(root, "volumes/one/database"), filepath.Join(root, "elsewhere"),
+	} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			t.Fatal(err)
 		}
 	}
-	for name, to := range map[string]string{"link": data, "all": "volumes", "volumes/one/data/out": "../../../elsewhere"} {
+	for name, to := range map[string]string{
+		"link": data, "all": "volumes", "volumes/one/data/out": "../../../elsewhere",
+	} {
 		if err := os.Symlink(to, filepath.Join(root, name)); err != nil {
 			t.Fatal(err)
 		}
@@ -86,11 +90,13 @@ func TestAlone(t *testing.T) {
 	if err := told(map[string][]string{"other": {"x"}}, nil); err != nil {
 		t.Error(err)
 	}
-	if err := told(map[string][]string{"two": {"x", "y"}}, nil); !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "two is in use by x, y") {
+	if err := told(map[string][]string{"two": {"x", "y"}}, nil); !errors.Is(err, runtime.ErrState) ||
+		!strings.Contains(err.Error(), "two is in use by x, y") {
 		t.Errorf("of one that is in use: %v", err)
 	}
 	for _, is := range []error{runtime.ErrNotFound, runtime.ErrUnsupported, runtime.ErrState} {
-		if err := told(nil, is); err == nil || errors.Is(err, runtime.ErrNotFound) || is != runtime.ErrNotFound && !errors.Is(err, is) {
+		if err := told(nil, is); err == nil || errors.Is(err, runtime.ErrNotFound) ||
+			is != runtime.ErrNotFound && !errors.Is(err, is) {
 			t.Errorf("%v became %v", is, err)
 		}
 	}

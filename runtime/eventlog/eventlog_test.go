@@ -43,7 +43,8 @@ func TestReadWhileOthersAppend(t *testing.T) {
 		go func() {
 			defer wg.Done()
 			for n := range lines { // 1.8 MiB in all
-				if err := Append(dir, "a", fmt.Appendf(nil, "%s %d %s\n", who, n+1, strings.Repeat("-", 4000))); err != nil {
+				if err := Append(dir, "a", fmt.Appendf(nil, "%s %d %s\n", who, n+1,
+					strings.Repeat("-", 4000))); err != nil {
 					t.Error(err)
 				}
 			}
@@ -107,7 +108,8 @@ func TestCutOff(t *testing.T) {
 	if err := Append(dir, "a", []byte("three\n")); err != nil {
 		t.Fatal(err)
 	}
-	if err := r.Read(func(line []byte) error { got.Write(line); return nil }); err != nil || got.String() != "one\ntwo\nthree\n" {
+	if err := r.Read(func(line []byte) error { got.Write(line); return nil }); err != nil ||
+		got.String() != "one\ntwo\nthree\n" {
 		t.Errorf("%q, %v", got.String(), err)
 	}
 }

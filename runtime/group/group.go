@@ -167,7 +167,8 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 	case opts.Count < 1 || opts.Count > MaxMembers:
 		return Report{}, fmt.Errorf("%w: %d members: from 1 to %d", runtime.ErrInvalid, opts.Count, MaxMembers)
 	case (opts.Create == nil) == (opts.Sandbox == ""):
-		return Report{}, fmt.Errorf("%w: members are forks of a sandbox, or made of an image: one of these", runtime.ErrInvalid)
+		return Report{}, fmt.Errorf("%w: members are forks of a sandbox, or made of an image: one of these",
+			runtime.ErrInvalid)
 	case opts.Parallel < 0 || opts.KeepFor < 0:
 		return Report{}, fmt.Errorf("%w: a negative number", runtime.ErrInvalid)
 	}
@@ -193,7 +194,9 @@ func Run(ctx context.Context, svc runtime.Service, opts Options) (Report, error)
 		guard.Go(func() { g.renew(ctx, id, stop) })
 	}
 	for i := range g.results {
-		g.results[i] = Result{Member: i + 1, Name: fmt.Sprintf("%s-%d", g.Name, i+1), Phase: PhaseMake, Outcome: Cancelled}
+		g.results[i] = Result{
+			Member: i + 1, Name: fmt.Sprintf("%s-%d", g.Name, i+1), Phase: PhaseMake, Outcome: Cancelled,
+		}
 	}
 	kept := g.perform(ctx)
 	if !kept {
@@ -238,7 +241,9 @@ func (g *run) perform(parent context.Context) (kept bool) {
 	defer cancel(nil)
 	g.cancel = cancel
 	if g.Create == nil && g.Fork.Checkpoint == "" {
-		c, err := g.svc.Checkpoint(ctx, g.Sandbox, runtime.CheckpointOptions{Trigger: "fork", FilesOnly: g.Fork.FilesOnly, Lease: g.lease.ID})
+		c, err := g.svc.Checkpoint(ctx, g.Sandbox, runtime.CheckpointOptions{
+			Trigger: "fork", FilesOnly: g.Fork.FilesOnly, Lease: g.lease.ID,
+		})
 		if err != nil {
 			g.failed(nil, PhaseMake, err)
 			return false
@@ -264,7 +269,9 @@ func (g *run) perform(parent context.Context) (kept bool) {
 			cancel(errSibling)
 		}
 	}
-	if g.KeepFor > 0 && ctx.Err() == nil && slices.ContainsFunc(g.results, func(r Result) bool { return r.Outcome == Passed }) {
+	if g.KeepFor > 0 && ctx.Err() == nil && slices.ContainsFunc(g.results, func(r Result) bool {
+		return r.Outcome == Passed
+	}) {
 		l, err := g.svc.TransferLease(ctx, g.lease.ID, runtime.LeaseTerms{For: g.KeepFor})
 		if err == nil {
 			g.lease = l
@@ -320,7 +327,8 @@ func (g *run) member(ctx context.Context, r *Result) {
 func (g *run) phases(ctx context.Context, r *Result) error {
 	err := g.make(ctx, r)
 	m := Member{Number: r.Member, Name: r.Name, ID: r.ID, Env: []string{
-		"AGENTBOX_GROUP=" + g.Name, fmt.Sprintf("AGENTBOX_MEMBER=%d", r.Member), fmt.Sprintf("AGENTBOX_MEMBERS=%d", g.Count),
+		"AGENTBOX_GROUP=" + g.Name, fmt.Sprintf("AGENTBOX_MEMBER=%d", r.Member),
+		fmt.Sprintf("AGENTBOX_MEMBERS=%d", g.Count),
 	}}
 	if err == nil && g.Work != nil {
 		r.Phase = PhaseWork
@@ -482,7 +490,8 @@ func Remove(ctx context.Context, svc runtime.Service, name string) error {
 	}
 	var errs []error
 	// A lease of another owner may have the group's name.
-	if l, err := svc.Lease(ctx, name); err == nil && l.Name == name && l.State != "ended" && ours[l.ID] && !others[l.ID] {
+	if l, err := svc.Lease(ctx, name); err == nil && l.Name == name && l.State != "ended" &&
+		ours[l.ID] && !others[l.ID] {
 		if _, err := svc.ReleaseLease(ctx, l.ID); err != nil && !errors.Is(err, runtime.ErrState) {
 			errs = append(errs, err)
 		}
@@ -491,7 +500,8 @@ func Remove(ctx context.Context, svc runtime.Service, name string) error {
 		if err := ctx.Err(); err != nil {
 			return errors.Join(append(errs, context.Cause(ctx))...)
 		}
-		if err := svc.Remove(ctx, sb.ID, runtime.RemoveOptions{Force: true}); err != nil && !errors.Is(err, runtime.ErrNotFound) {
+		if err := svc.Remove(ctx, sb.ID, runtime.RemoveOptions{Force: true}); err != nil &&
+			!errors.Is(err, runtime.ErrNotFound) {
 			errs = append(errs, err)
 		}
 	}

@@ -45,7 +45,8 @@ func Adopts(name string) bool { return name == "podman" || name == "volume" }
 func openBackend(name string, p place) (engine.Host, error) {
 	open, ok := backends[name]
 	if !ok {
-		return engine.Host{}, fmt.Errorf("%w: unknown backend %q: choose %s", fault.ErrInvalid, name, strings.Join(Backends(), ", "))
+		return engine.Host{}, fmt.Errorf("%w: unknown backend %q: choose %s", fault.ErrInvalid, name,
+			strings.Join(Backends(), ", "))
 	}
 	return open(p)
 }

@@ -68,7 +68,10 @@ func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 	p := place{root: root, run: run, program: opts.Program}
 	if p.program == "" {
 		if p.program, err = exec.LookPath("agentbox"); err != nil {
-			return nil, &fault.Error{Op: "open " + root, Err: fmt.Errorf("%w: %w", fault.ErrNotFound, err), Hint: "Install agentbox, or name the program."}
+			return nil, &fault.Error{
+				Op: "open " + root, Err: fmt.Errorf("%w: %w", fault.ErrNotFound, err),
+				Hint: "Install agentbox, or name the program.",
+			}
 		}
 	}
 	open := store.Open

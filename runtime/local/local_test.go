@@ -26,7 +26,8 @@ func TestAdopts(t *testing.T) {
 			t.Errorf("%s has images: %t; adopts: %t", name, h.Images != nil, Adopts(name))
 		}
 	}
-	if _, err := openBackend("none-such", place{}); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "containerd, docker, oci, podman, volume") {
+	if _, err := openBackend("none-such", place{}); !errors.Is(err, fault.ErrInvalid) ||
+		!strings.Contains(err.Error(), "containerd, docker, oci, podman, volume") {
 		t.Errorf("of a backend that does not exist: %v", err)
 	}
 }
@@ -50,11 +51,13 @@ func TestOpen(t *testing.T) {
 		}
 	}
 	list, err := audit.Open(root).List(t.Context(), audit.Filter{})
-	if err != nil || len(list) != 2 || list[1].Verb != "pause" || list[1].Who.By != "test" || list[1].Outcome != "not_found" {
+	if err != nil || len(list) != 2 || list[1].Verb != "pause" || list[1].Who.By != "test" ||
+		list[1].Outcome != "not_found" {
 		t.Errorf("on record: %+v, %v", list, err)
 	}
 	t.Setenv("PATH", t.TempDir())
-	if _, err := Open(t.Context(), Options{Root: root}); !errors.Is(err, fault.ErrNotFound) || len(fault.Hint(err)) == 0 {
+	if _, err := Open(t.Context(), Options{Root: root}); !errors.Is(err, fault.ErrNotFound) ||
+		len(fault.Hint(err)) == 0 {
 		t.Errorf("without the agentbox command: %v", err)
 	}
 }
@@ -73,7 +76,8 @@ func TestHelper(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer passed.Close()
-	script := "#!/bin/sh\necho \"$@\" $(readlink /proc/$$/fd/3) $(pwd) $(cut -d' ' -f6 /proc/$$/stat) $$ >" + told + "\n"
+	script := "#!/bin/sh\necho \"$@\" $(readlink /proc/$$/fd/3) $(pwd) $(cut -d' ' -f6 /proc/$$/stat) $$ >" + told +
+		"\n"
 	if err := os.WriteFile(self, []byte(script), 0o700); err != nil {
 		t.Fatal(err)
 	}

@@ -38,7 +38,9 @@ func boxOf(sb runtime.Sandbox, made bool) *box {
 		workdir = "/"
 	}
 	every, _ := policy.ParseEvery(sb.Spec.CheckpointEvery) // Create has judged it
-	return &box{id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: every, made: made, ids: sb.Spec.IDs}
+	return &box{
+		id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: every, made: made, ids: sb.Spec.IDs,
+	}
 }
 
 // Target says which sandbox a call means.
@@ -59,13 +61,19 @@ func (s *Server) box(ref string) (*box, error) {
 				return b, nil
 			}
 		}
-		return nil, &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("no such sandbox in this session: %w", runtime.ErrNotFound), Hint: "There are: " + s.names()}
+		return nil, &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("no such sandbox in this session: %w",
+			runtime.ErrNotFound), Hint: "There are: " + s.names()}
 	case s.given || len(s.boxes) == 1:
 		return s.boxes[0], nil
 	case len(s.boxes) == 0:
-		return nil, &runtime.Error{Err: fmt.Errorf("%w: there is no sandbox yet", runtime.ErrState), Hint: "Make one with create_sandbox."}
+		return nil, &runtime.Error{
+			Err: fmt.Errorf("%w: there is no sandbox yet", runtime.ErrState), Hint: "Make one with create_sandbox.",
+		}
 	}
-	return nil, &runtime.Error{Err: fmt.Errorf("%w: there are several sandboxes", runtime.ErrInvalid), Hint: "Name one as sandbox: " + s.names()}
+	return nil, &runtime.Error{
+		Err:  fmt.Errorf("%w: there are several sandboxes", runtime.ErrInvalid),
+		Hint: "Name one as sandbox: " + s.names(),
+	}
 }
 
 func (s *Server) names() string {
@@ -116,7 +124,8 @@ func (s *Server) reserve(n int) (done func(), err error) {
 		}
 	}
 	if made > s.opts.MaxSandboxes {
-		return nil, &runtime.Error{Err: fmt.Errorf("%w: a session may have made %d sandboxes at a time", runtime.ErrDenied, s.opts.MaxSandboxes), Hint: "Remove one with remove_sandbox."}
+		return nil, &runtime.Error{Err: fmt.Errorf("%w: a session may have made %d sandboxes at a time",
+			runtime.ErrDenied, s.opts.MaxSandboxes), Hint: "Remove one with remove_sandbox."}
 	}
 	s.busy += n
 	return func() {
@@ -146,7 +155,8 @@ func (s *Server) createSandbox(ctx context.Context, in createArgs) (reply, error
 		return reply{}, fmt.Errorf("%w: name an image", runtime.ErrInvalid)
 	}
 	if len(allowed) > 0 && !slices.Contains(allowed, in.Image) {
-		return reply{}, &runtime.Error{Op: "create", Err: fmt.Errorf("%w: the image %s may not be used here", runtime.ErrDenied, in.Image), Hint: "Use one of: " + strings.Join(allowed, ", ") + "."}
+		return reply{}, &runtime.Error{Op: "create", Err: fmt.Errorf("%w: the image %s may not be used here",
+			runtime.ErrDenied, in.Image), Hint: "Use one of: " + strings.Join(allowed, ", ") + "."}
 	}
 	req, err := s.opts.Create.Request(in.Image)
 	if err != nil {
@@ -172,7 +182,8 @@ func (s *Server) createSandbox(ctx context.Context, in createArgs) (reply, error
 		return reply{}, errors.Join(err, s.discard(context.WithoutCancel(ctx), sb.ID))
 	}
 	s.keepBox(sb)
-	return reply{text: fmt.Sprintf("sandbox %s of image %s runs; its working directory is %s", sb.Name, sb.Image, boxOf(sb, true).workdir)}, nil
+	return reply{text: fmt.Sprintf("sandbox %s of image %s runs; its working directory is %s", sb.Name, sb.Image,
+		boxOf(sb, true).workdir)}, nil
 }
 
 func (s *Server) listSandboxes(ctx context.Context, _ struct{}) (reply, error) {
@@ -208,7 +219,10 @@ func (a removeArgs) sandbox() string { return a.Sandbox }
 
 func (s *Server) removeSandbox(ctx context.Context, b *box, _ removeArgs) (reply, error) {
 	if !b.made {
-		return reply{}, &runtime.Error{Op: "remove", ID: b.name, Err: fmt.Errorf("%w: it was not made in this session", runtime.ErrDenied), Hint: "Only sandboxes of create_sandbox and fork can be removed."}
+		return reply{}, &runtime.Error{
+			Op: "remove", ID: b.name, Err: fmt.Errorf("%w: it was not made in this session", runtime.ErrDenied),
+			Hint: "Only sandboxes of create_sandbox and fork can be removed.",
+		}
 	}
 	s.stopJobs(ctx, b)
 	if err := s.discard(ctx, b.id); err != nil {

@@ -132,7 +132,8 @@ type runArgs struct {
 
 func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, error) {
 	if in.Command == "" || len(in.Command) > maxCommand {
-		return reply{}, fmt.Errorf("%w: a command has 1 to %d bytes; put longer scripts into a file", runtime.ErrInvalid, maxCommand)
+		return reply{}, fmt.Errorf("%w: a command has 1 to %d bytes; put longer scripts into a file",
+			runtime.ErrInvalid, maxCommand)
 	}
 	timeout, err := orDefault("timeout", in.Timeout, defaultTimeout, maxTimeout)
 	if err != nil {
@@ -181,7 +182,9 @@ func (s *Server) runCommand(ctx context.Context, b *box, in runArgs) (reply, err
 	ended := j.ended.Load() != nil
 	if j.err != nil && !ended {
 		if errors.Is(j.err, runtime.ErrState) {
-			return reply{}, &runtime.Error{Err: j.err, Hint: "File tools work all the same. Your user can bring it back."}
+			return reply{}, &runtime.Error{
+				Err: j.err, Hint: "File tools work all the same. Your user can bring it back.",
+			}
 		}
 		return reply{}, j.err
 	}
@@ -204,11 +207,17 @@ func (s *Server) start(b *box, command, cwd string) (*job, error) {
 		}
 	}
 	if js.shut || running >= maxRunning {
-		return nil, &runtime.Error{Err: fmt.Errorf("%w: %d commands are running", runtime.ErrBusy, running), Hint: "Wait for one, or end it with job_stop."}
+		return nil, &runtime.Error{
+			Err:  fmt.Errorf("%w: %d commands are running", runtime.ErrBusy, running),
+			Hint: "Wait for one, or end it with job_stop.",
+		}
 	}
 	js.last++
 	ctx, cancel := context.WithCancel(js.ctx)
-	j := &job{id: fmt.Sprint(js.last), mark: randomName() + randomName(), command: command, box: b, begun: time.Now(), cancel: cancel, done: make(chan struct{})}
+	j := &job{
+		id: fmt.Sprint(js.last), mark: randomName() + randomName(), command: command, box: b, begun: time.Now(),
+		cancel: cancel, done: make(chan struct{}),
+	}
 	js.list = append(js.list, j)
 	finished := len(js.list) - running - 1
 	js.list = slices.DeleteFunc(js.list, func(old *job) bool {
@@ -260,7 +269,8 @@ func (j *job) status() string {
 // its session; killScript ends all that have it.
 const (
 	markName   = "AGENTBOX_JOB"
-	killScript = `for p in /proc/[0-9]*; do grep -qs "` + markName + `=$1" "$p/environ" && kill -s "$2" "${p#/proc/}" 2>/dev/null; done; :`
+	killScript = `for p in /proc/[0-9]*; do grep -qs "` + markName +
+		`=$1" "$p/environ" && kill -s "$2" "${p#/proc/}" 2>/dev/null; done; :`
 )
 
 // end ends a job and all that it has started: politely, then by force.
@@ -268,7 +278,9 @@ func (s *Server) end(ctx context.Context, j *job, why string) {
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
 	signal := func(name string) {
-		_, err := s.svc.Exec(ctx, j.box.id, runtime.Process{Args: []string{"/bin/sh", "-c", killScript, "sh", j.mark, name}, Workdir: "/"}, runtime.Streams{})
+		_, err := s.svc.Exec(ctx, j.box.id, runtime.Process{Args: []string{
+			"/bin/sh", "-c", killScript, "sh", j.mark, name,
+		}, Workdir: "/"}, runtime.Streams{})
 		if err != nil && !errors.Is(err, runtime.ErrState) && !errors.Is(err, runtime.ErrNotFound) {
 			s.log.Warn("command not ended", "sandbox", j.box.id, "signal", name, "err", err)
 		}
@@ -339,7 +351,10 @@ func (s *Server) job(id string) (*job, error) {
 		}
 		ids = append(ids, j.id)
 	}
-	return nil, &runtime.Error{Op: "job", ID: id, Err: runtime.ErrNotFound, Hint: fmt.Sprintf("There are the jobs %v; of finished ones only the last %d.", ids, maxFinished)}
+	return nil, &runtime.Error{
+		Op: "job", ID: id, Err: runtime.ErrNotFound,
+		Hint: fmt.Sprintf("There are the jobs %v; of finished ones only the last %d.", ids, maxFinished),
+	}
 }
 
 type jobOutputArgs struct {

@@ -37,7 +37,9 @@ var walkLimits = policy.Limits{Entries: 100_000, Depth: 64, Time: 10 * time.Seco
 
 // at runs fn on what the path name means in a sandbox, or, with a pattern, on where a walk for
 // that begins. Errors name the path as the sandbox has it.
-func (s *Server) at(ctx context.Context, b *box, name string, g *policy.Glob, fn func(*policy.Scope, policy.Place) error) error {
+func (s *Server) at(
+	ctx context.Context, b *box, name string, g *policy.Glob, fn func(*policy.Scope, policy.Place) error,
+) error {
 	return s.files(ctx, b, func(scope *policy.Scope) (err error) {
 		var at policy.Place
 		if g != nil {
@@ -61,14 +63,20 @@ func open(scope *policy.Scope, at policy.Place) (*os.File, fs.FileInfo, error) {
 	}
 	info, err := f.Stat()
 	if err == nil && info.IsDir() {
-		err = &runtime.Error{Op: "read", ID: at.Real, Err: fmt.Errorf("%w: it is a directory", runtime.ErrInvalid), Hint: "list_files shows what is in it."}
+		err = &runtime.Error{
+			Op: "read", ID: at.Real, Err: fmt.Errorf("%w: it is a directory", runtime.ErrInvalid),
+			Hint: "list_files shows what is in it.",
+		}
 	}
 	var st unix.Statfs_t
 	if err == nil {
 		err = unix.Fstatfs(int(f.Fd()), &st)
 	}
 	if err == nil && tree.Pseudo(int64(st.Type)) {
-		err = &runtime.Error{Op: "open", ID: at.Real, Err: fmt.Errorf("%w: the kernel makes it up", runtime.ErrDenied), Hint: "Use run_command for it."}
+		err = &runtime.Error{
+			Op: "open", ID: at.Real, Err: fmt.Errorf("%w: the kernel makes it up", runtime.ErrDenied),
+			Hint: "Use run_command for it.",
+		}
 	}
 	if err != nil {
 		return nil, nil, errors.Join(err, f.Close())
@@ -138,7 +146,8 @@ func readLines(ctx context.Context, f io.Reader, size int64, first, limit int) (
 			continue
 		}
 		if n >= first+limit || text.Len()+len(line) > maxReadText {
-			more := fmt.Sprintf("[this is line %d to %d of a file of %d bytes; go on with offset %[4]d]", first, n-1, size, n)
+			more := fmt.Sprintf("[this is line %d to %d of a file of %d bytes; go on with offset %[4]d]", first, n-1,
+				size, n)
 			return reply{text: text.String(), note: more + clippedNote(clipped)}, nil
 		}
 		text.Write(line)
@@ -186,7 +195,8 @@ type writeArgs struct {
 
 func (s *Server) writeFile(ctx context.Context, b *box, in writeArgs) (r reply, err error) {
 	if len(in.Content) > maxFile {
-		return r, fmt.Errorf("%w: %d bytes are more than the %d that can be written at once", runtime.ErrInvalid, len(in.Content), maxFile)
+		return r, fmt.Errorf("%w: %d bytes are more than the %d that can be written at once", runtime.ErrInvalid,
+			len(in.Content), maxFile)
 	}
 	if err := s.before(ctx, b, "write_file"); err != nil {
 		return r, err
@@ -227,7 +237,8 @@ func (s *Server) put(scope *policy.Scope, at policy.Place, data []byte) error {
 		return err
 	}
 	if tree.Pseudo(int64(st.Type)) {
-		return &runtime.Error{Op: "write", ID: at.Real, Err: fmt.Errorf("%w: the kernel makes it up", runtime.ErrDenied), Hint: "Use run_command for it."}
+		return &runtime.Error{Op: "write", ID: at.Real, Err: fmt.Errorf("%w: the kernel makes it up",
+			runtime.ErrDenied), Hint: "Use run_command for it."}
 	}
 	return scope.WriteFile(at.Path, data, 0o644)
 }
@@ -257,7 +268,8 @@ func (s *Server) editFile(ctx context.Context, b *box, in editArgs) (r reply, er
 			return err
 		}
 		if len(data) > maxFile {
-			return fmt.Errorf("%w: %s has more than the %d bytes that can be edited", runtime.ErrInvalid, at.Real, maxFile)
+			return fmt.Errorf("%w: %s has more than the %d bytes that can be edited",
+				runtime.ErrInvalid, at.Real, maxFile)
 		}
 		data, n, err := edit(data, in.Old, in.New, in.ReplaceAll)
 		if err != nil {
@@ -281,7 +293,8 @@ func (s *Server) editFile(ctx context.Context, b *box, in editArgs) (r reply, er
 // edit replaces old by new, which must be unambiguous unless all are meant.
 func edit(data []byte, old, new string, all bool) ([]byte, int, error) {
 	bad := func(hint, format string, args ...any) ([]byte, int, error) {
-		return nil, 0, &runtime.Error{Err: fmt.Errorf("%w: "+format, append([]any{runtime.ErrInvalid}, args...)...), Hint: hint}
+		return nil, 0, &runtime.Error{Err: fmt.Errorf("%w: "+format,
+			append([]any{runtime.ErrInvalid}, args...)...), Hint: hint}
 	}
 	if old == "" {
 		return bad("To write a whole file use write_file.", "old is empty")
@@ -291,12 +304,15 @@ func edit(data []byte, old, new string, all bool) ([]byte, int, error) {
 	}
 	n := bytes.Count(data, []byte(old))
 	switch {
-	case n == 0 && bytes.Contains(data, []byte("\r\n")) && !strings.Contains(old, "\r\n") && strings.Contains(old, "\n"):
+	case n == 0 && bytes.Contains(data, []byte("\r\n")) && !strings.Contains(old, "\r\n") &&
+		strings.Contains(old, "\n"):
 		return bad(`The file's lines end with \r\n: write the line ends like that.`, "old is not in the file")
 	case n == 0:
-		return bad("Read the file again and copy the text exactly, spaces and line ends included.", "old is not in the file")
+		return bad("Read the file again and copy the text exactly, spaces and line ends included.",
+			"old is not in the file")
 	case n > 1 && !all:
-		return bad("Give more of the text around it, so that it is unique, or set replace_all.", "old is in the file %d times, in line %s", n, linesOf(data, old))
+		return bad("Give more of the text around it, so that it is unique, or set replace_all.",
+			"old is in the file %d times, in line %s", n, linesOf(data, old))
 	}
 	if growth := int64(n) * int64(len(new)-len(old)); int64(len(data))+growth > maxFile {
 		return bad("", "the file would have more than %d bytes", maxFile)

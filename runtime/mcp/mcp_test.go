@@ -46,7 +46,8 @@ func TestEdit(t *testing.T) {
 			t.Errorf("%.20q: %v, want %s", c.data, err, c.err)
 		}
 	}
-	if _, _, err := edit([]byte("a\r\nb"), "a\nb", "c", false); len(fault.Hint(err)) != 1 || !strings.Contains(fault.Hint(err)[0], `\r\n`) {
+	if _, _, err := edit([]byte("a\r\nb"), "a\nb", "c", false); len(fault.Hint(err)) != 1 ||
+		!strings.Contains(fault.Hint(err)[0], `\r\n`) {
 		t.Errorf("of line ends: %v", fault.Hint(err))
 	}
 }
@@ -81,7 +82,10 @@ func TestReadLines(t *testing.T) {
 		text, note   string
 	}{
 		{data: "a\nb\nc", first: 1, limit: 10, text: "a\nb\nc"},
-		{data: "a\nb\nc\n", first: 2, limit: 1, text: "b\n", note: "line 2 to 2 of a file of 6 bytes; go on with offset 3"},
+		{
+			data: "a\nb\nc\n", first: 2, limit: 1, text: "b\n",
+			note: "line 2 to 2 of a file of 6 bytes; go on with offset 3",
+		},
 		{data: "a\nb\nc\n", first: 3, limit: 1, text: "c\n"},
 		{data: "a\nb\n", first: 4, limit: 1, note: "has only 2 lines"},
 		{data: "", first: 1, limit: 1, note: "empty"},
@@ -89,15 +93,20 @@ func TestReadLines(t *testing.T) {
 		{data: long + "b\n", first: 1, limit: 9, text: long[:maxLine] + "\nb\n", note: "1 lines are cut off"},
 		{data: huge + "\nb", first: 2, limit: 9, text: "b"},
 		{data: huge, first: 1, limit: 9, text: huge[:maxLine] + "\n", note: "1 lines are cut off"},
-		{data: strings.Repeat("€", maxLine) + "\nb", first: 1, limit: 9, text: strings.Repeat("€", maxLine/3) + "\nb", note: "1 lines are cut off"},
+		{
+			data: strings.Repeat("€", maxLine) + "\nb", first: 1, limit: 9,
+			text: strings.Repeat("€", maxLine/3) + "\nb", note: "1 lines are cut off",
+		},
 	} {
 		r, err := readLines(t.Context(), strings.NewReader(c.data), int64(len(c.data)), c.first, c.limit)
 		if err != nil || r.text != c.text || !strings.Contains(r.note, c.note) || c.note == "" && r.note != "" {
-			t.Errorf("%.10q from %d: %.40q (%d bytes), %q, %v; want %.40q (%d bytes), %q", c.data, c.first, r.text, len(r.text), r.note, err, c.text, len(c.text), c.note)
+			t.Errorf("%.10q from %d: %.40q (%d bytes), %q, %v; want %.40q (%d bytes), %q", c.data, c.first, r.text,
+				len(r.text), r.note, err, c.text, len(c.text), c.note)
 		}
 	}
 	r, err := readLines(t.Context(), strings.NewReader(strings.Repeat("0123456789\n", 10000)), 110000, 1, 1<<20)
-	if err != nil || len(r.text) > maxReadText || !strings.HasSuffix(r.text, "\n") || !strings.Contains(r.note, "offset 4546") {
+	if err != nil || len(r.text) > maxReadText || !strings.HasSuffix(r.text, "\n") ||
+		!strings.Contains(r.note, "offset 4546") {
 		t.Errorf("%d bytes, %q, %v", len(r.text), r.note, err)
 	}
 }
@@ -117,7 +126,8 @@ func TestOutput(t *testing.T) {
 		t.Error("what is beyond the output")
 	}
 	text, from, end := o.page(0, 10)
-	if end != 3_000_000 || from == 0 || len(o.data) > 2*keptOutput || text != fmt.Sprintf("%09d\n", from/10) && from%10 == 0 {
+	if end != 3_000_000 || from == 0 || len(o.data) > 2*keptOutput ||
+		text != fmt.Sprintf("%09d\n", from/10) && from%10 == 0 {
 		t.Errorf("%q from %d of %d, %d kept", text, from, end, len(o.data))
 	}
 	if text, _, _ := o.page(end-10, 100); text != "000299999\n" {
@@ -126,7 +136,8 @@ func TestOutput(t *testing.T) {
 	if text, from, _ := o.page(end+5, 100); text != "" || from != end {
 		t.Errorf("beyond the end is %q from %d", text, from)
 	}
-	if text, whole := o.ends("1"); whole || len(text) > maxOutput+200 || !strings.HasSuffix(text, "000299999\n") || strings.Contains(text, "000000000\n") {
+	if text, whole := o.ends("1"); whole || len(text) > maxOutput+200 || !strings.HasSuffix(text, "000299999\n") ||
+		strings.Contains(text, "000000000\n") {
 		t.Errorf("%d bytes, whole %v", len(text), whole)
 	}
 }
@@ -145,7 +156,8 @@ func TestAs(t *testing.T) {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := errors.Join(os.WriteFile(dir+"/roots", nil, 0o600), os.WriteFile(dir+"/groups", nil, 0o640), os.Chown(dir+"/groups", 0, 77), os.Mkdir(dir+"/all", 0o777), os.Chmod(dir+"/all", 0o777)); err != nil {
+	if err := errors.Join(os.WriteFile(dir+"/roots", nil, 0o600), os.WriteFile(dir+"/groups", nil, 0o640),
+		os.Chown(dir+"/groups", 0, 77), os.Mkdir(dir+"/all", 0o777), os.Chmod(dir+"/all", 0o777)); err != nil {
 		t.Fatal(err)
 	}
 	var wg sync.WaitGroup
@@ -164,7 +176,8 @@ func TestAs(t *testing.T) {
 			if err != nil {
 				t.Error(err)
 			}
-			if fi, err := os.Stat(fmt.Sprintf("%s/all/%d", dir, uid)); err != nil || fi.Sys().(*syscall.Stat_t).Uid != uid || fi.Sys().(*syscall.Stat_t).Gid != uid {
+			if fi, err := os.Stat(fmt.Sprintf("%s/all/%d", dir, uid)); err != nil ||
+				fi.Sys().(*syscall.Stat_t).Uid != uid || fi.Sys().(*syscall.Stat_t).Gid != uid {
 				t.Errorf("%v, %v", fi, err)
 			}
 		})
@@ -181,7 +194,8 @@ func TestOwner(t *testing.T) {
 	now := ownerNow()
 	part := strings.Split(now, "/")
 	for owner, alive := range map[string]bool{
-		now: true, part[0] + "/" + part[1] + "/1": false, "another-boot/" + part[1] + "/" + part[2]: false, part[0] + "/x/" + part[2]: true, "else": true,
+		now: true, part[0] + "/" + part[1] + "/1": false, "another-boot/" + part[1] + "/" + part[2]: false,
+		part[0] + "/x/" + part[2]: true, "else": true,
 	} {
 		if ownerAlive(owner) != alive {
 			t.Errorf("%s: alive is %v", owner, !alive)

@@ -33,7 +33,8 @@ func (s *Server) makeRoom(ctx context.Context, b *box, taken string) (note strin
 		}
 	}
 	if removed > 0 {
-		note = fmt.Sprintf("[the %d oldest checkpoints were removed: %d, and %d bytes, are kept]", removed, s.opts.MaxCheckpoints, s.opts.MaxCheckpointBytes)
+		note = fmt.Sprintf("[the %d oldest checkpoints were removed: %d, and %d bytes, are kept]", removed,
+			s.opts.MaxCheckpoints, s.opts.MaxCheckpointBytes)
 	}
 	return note, errors.Join(errs...)
 }

@@ -139,14 +139,19 @@ func (in grepArgs) parse() (*search, policy.Glob, error) {
 	}
 	re, err := regexp.Compile(expr)
 	if err != nil {
-		return nil, g, &runtime.Error{Err: fmt.Errorf("%w: %v", runtime.ErrInvalid, err), Hint: `Escape ( ) [ ] { } . * + ? | ^ $ and \ with a backslash where they stand for themselves.`}
+		return nil, g, &runtime.Error{
+			Err:  fmt.Errorf("%w: %v", runtime.ErrInvalid, err),
+			Hint: `Escape ( ) [ ] { } . * + ? | ^ $ and \ with a backslash where they stand for themselves.`,
+		}
 	}
 	if in.Glob != "" {
 		if g, err = policy.ParseGlob(in.Glob); err != nil {
 			return nil, g, err
 		}
 	}
-	return &search{begun: time.Now(), re: re, results: results{most: limit}, context: in.Context, filesOnly: in.FilesOnly}, g, nil
+	return &search{
+		begun: time.Now(), re: re, results: results{most: limit}, context: in.Context, filesOnly: in.FilesOnly,
+	}, g, nil
 }
 
 // wants reports whether a file is to be searched.

@@ -86,7 +86,9 @@ func New(ctx context.Context, svc runtime.Local, opts Options) (*Server, error) 
 	if err := s.removeLeftovers(ctx); err != nil {
 		s.log.Error("sandboxes of killed sessions not removed", "err", err)
 	}
-	s.sdk = sdk.NewServer(&sdk.Implementation{Name: "agentbox", Title: "Agentbox sandbox", Version: cmp.Or(opts.Version, "dev")}, &sdk.ServerOptions{
+	s.sdk = sdk.NewServer(&sdk.Implementation{
+		Name: "agentbox", Title: "Agentbox sandbox", Version: cmp.Or(opts.Version, "dev"),
+	}, &sdk.ServerOptions{
 		Instructions: s.instructions(attempt),
 		Logger:       s.log,
 		Capabilities: &sdk.ServerCapabilities{},

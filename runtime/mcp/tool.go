@@ -46,7 +46,9 @@ func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, err
 	destructive, closed := t.effect == changes || t.effect == destroys, false
 	def := &sdk.Tool{
 		Name: t.name, Title: t.title, Description: t.text + " " + s.where(),
-		Annotations: &sdk.ToolAnnotations{Title: t.title, ReadOnlyHint: t.effect == reads, DestructiveHint: &destructive, OpenWorldHint: &closed},
+		Annotations: &sdk.ToolAnnotations{
+			Title: t.title, ReadOnlyHint: t.effect == reads, DestructiveHint: &destructive, OpenWorldHint: &closed,
+		},
 	}
 	sdk.AddTool(s.sdk, def, func(ctx context.Context, _ *sdk.CallToolRequest, in In) (*sdk.CallToolResult, any, error) {
 		s.log.Info("tool called", "name", t.name)
@@ -58,7 +60,9 @@ func add[In any](s *Server, t tool, handle func(context.Context, In) (reply, err
 			s.log.Info("tool failed", "name", t.name, "err", err)
 			r = reply{text: s.errorText(err), failed: true}
 		}
-		res := &sdk.CallToolResult{IsError: r.failed, Content: []sdk.Content{&sdk.TextContent{Text: strings.ToValidUTF8(r.text, "\uFFFD")}}}
+		res := &sdk.CallToolResult{
+			IsError: r.failed, Content: []sdk.Content{&sdk.TextContent{Text: strings.ToValidUTF8(r.text, "\uFFFD")}},
+		}
 		if r.note != "" {
 			res.Content = append(res.Content, &sdk.TextContent{Text: strings.ToValidUTF8(r.note, "\uFFFD")})
 		}
@@ -125,7 +129,9 @@ func (s *Server) before(ctx context.Context, b *box, tool string) error {
 	}
 	b.files.Lock()
 	defer b.files.Unlock()
-	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Trigger: runtime.TriggerTool, Labels: map[string]string{"tool": tool}})
+	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{
+		Trigger: runtime.TriggerTool, Labels: map[string]string{"tool": tool},
+	})
 	if err == nil {
 		_, err = s.makeRoom(ctx, b, c.ID)
 	}

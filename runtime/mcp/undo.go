@@ -33,7 +33,8 @@ func (s *Server) checkpointOf(ctx context.Context, b *box, ref string) (string, 
 	if denied != nil {
 		return "", denied
 	}
-	return "", &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("no such checkpoint of sandbox %s: %w", b.name, runtime.ErrNotFound), Hint: "log lists them."}
+	return "", &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("no such checkpoint of sandbox %s: %w", b.name,
+		runtime.ErrNotFound), Hint: "log lists them."}
 }
 
 type checkpointArgs struct {
@@ -45,7 +46,9 @@ type checkpointArgs struct {
 func (s *Server) checkpoint(ctx context.Context, b *box, in checkpointArgs) (reply, error) {
 	b.files.Lock()
 	defer b.files.Unlock()
-	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{Name: in.Name, FilesOnly: in.FilesOnly, Trigger: runtime.TriggerMCP})
+	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{
+		Name: in.Name, FilesOnly: in.FilesOnly, Trigger: runtime.TriggerMCP,
+	})
 	if err != nil {
 		return reply{}, err
 	}
@@ -53,7 +56,9 @@ func (s *Server) checkpoint(ctx context.Context, b *box, in checkpointArgs) (rep
 	if err != nil {
 		return reply{}, fmt.Errorf("checkpoint %s is taken, but older ones that have to go for it could not be removed: %w", c.ID, err)
 	}
-	return reply{text: "checkpoint " + describeCheckpoint(c), note: strings.TrimSpace(warnings(c.Warnings) + " " + note)}, nil
+	return reply{
+		text: "checkpoint " + describeCheckpoint(c), note: strings.TrimSpace(warnings(c.Warnings) + " " + note),
+	}, nil
 }
 
 func describeCheckpoint(c runtime.Checkpoint) string {
@@ -100,7 +105,8 @@ func (s *Server) restore(ctx context.Context, b *box, in restoreArgs) (_ reply, 
 	if err != nil {
 		return reply{}, err
 	}
-	text := fmt.Sprintf("sandbox %s is at checkpoint %s again; %d paths were changed back; this is attempt %d", b.name, describeCheckpoint(r.Checkpoint), r.Changed, r.Sandbox.Attempt)
+	text := fmt.Sprintf("sandbox %s is at checkpoint %s again; %d paths were changed back; this is attempt %d", b.name,
+		describeCheckpoint(r.Checkpoint), r.Changed, r.Sandbox.Attempt)
 	if r.Undo != "" {
 		text += "; restore with undo takes it back"
 	}
@@ -126,7 +132,9 @@ func (s *Server) diff(ctx context.Context, b *box, in diffArgs) (_ reply, err er
 			return reply{}, err
 		}
 	}
-	d, err := s.svc.Diff(ctx, runtime.DiffRequest{Sandbox: b.id, From: in.From, To: in.To, Patch: in.Patch, Limit: maxDiff})
+	d, err := s.svc.Diff(ctx, runtime.DiffRequest{
+		Sandbox: b.id, From: in.From, To: in.To, Patch: in.Patch, Limit: maxDiff,
+	})
 	if err != nil {
 		return reply{}, err
 	}
@@ -144,7 +152,10 @@ func (s *Server) diff(ctx context.Context, b *box, in diffArgs) (_ reply, err er
 		line += "\n" + c.Patch
 		if text.Len()+len(line) > maxPatch {
 			text.WriteString(cutText(line, maxPatch-text.Len()))
-			return reply{text: text.String(), note: fmt.Sprintf("[cut off after %d bytes, in change %d of %d; leave patch out, or compare nearer checkpoints]", maxPatch, i+1, len(d.Changes))}, nil
+			return reply{
+				text: text.String(),
+				note: fmt.Sprintf("[cut off after %d bytes, in change %d of %d; leave patch out, or compare nearer checkpoints]", maxPatch, i+1, len(d.Changes)),
+			}, nil
 		}
 		text.WriteString(line)
 	}
@@ -177,7 +188,8 @@ func (s *Server) history(ctx context.Context, b *box, in logArgs) (reply, error)
 		if e.Foreign {
 			from = ", from elsewhere"
 		}
-		fmt.Fprintf(&text, "%s %s, %s, by %s%s\n", mark, describeCheckpoint(e.Checkpoint), e.Created.UTC().Format(time.RFC3339), e.Trigger, from)
+		fmt.Fprintf(&text, "%s %s, %s, by %s%s\n", mark, describeCheckpoint(e.Checkpoint),
+			e.Created.UTC().Format(time.RFC3339), e.Trigger, from)
 	}
 	r := reply{text: text.String()}
 	switch {

@@ -18,7 +18,8 @@ const (
 	deniedLimit = 4096
 )
 
-var typeDenied = nftables.MustConcatSetType(nftables.TypeIPAddr, nftables.TypeIPAddr, nftables.TypeInetProto, nftables.TypeInetService)
+var typeDenied = nftables.MustConcatSetType(nftables.TypeIPAddr, nftables.TypeIPAddr, nftables.TypeInetProto,
+	nftables.TypeInetService)
 
 // filterSets are the sets about filtered sandboxes:
 //
@@ -69,7 +70,8 @@ func (s *filterSets) add(le *lease, br *bridge) error {
 	}
 	s.gates[br] = true
 	listener := func(protocol byte, p uint16) {
-		s.inListeners = append(s.inListeners, nftables.SetElement{Key: append(append(gate[:], protocol, 0, 0, 0), port(p)...)})
+		s.inListeners = append(s.inListeners, nftables.SetElement{Key: append(append(gate[:], protocol,
+			0, 0, 0), port(p)...)})
 	}
 	listener(unix.IPPROTO_TCP, br.Proxy.TCP)
 	listener(unix.IPPROTO_TCP, br.Proxy.DNS)
@@ -136,16 +138,21 @@ const udpChain = "udp"
 // no bridge of ours; those of other roots see to that themselves.
 func (r *ruleset) datagrams(rule func(...[]expr.Any)) {
 	t := r.c.AddChain(&nftables.Chain{Name: udpChain, Table: r.t})
-	rule(r.fromFiltered(), protocol(unix.IPPROTO_UDP), r.to(true), []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: t.Name}})
+	rule(r.fromFiltered(), protocol(unix.IPPROTO_UDP), r.to(true),
+		[]expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: t.Name}})
 	for _, d := range r.filter.udp {
 		all := append(address(12, 32), cmpEq(d.from))
 		all = append(all, destinationIn(d.To)...)
 		for _, p := range d.Except {
-			all = append(append(all, address(16, p.Bits())...), &expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: p.Addr().AsSlice()})
+			all = append(append(all, address(16, p.Bits())...),
+				&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: p.Addr().AsSlice()})
 		}
 		all = append(all,
 			&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
-			&expr.Range{Op: expr.CmpOpEq, Register: reg, FromData: binaryutil.BigEndian.PutUint16(d.First), ToData: binaryutil.BigEndian.PutUint16(d.Last)})
+			&expr.Range{
+				Op: expr.CmpOpEq, Register: reg, FromData: binaryutil.BigEndian.PutUint16(d.First),
+				ToData: binaryutil.BigEndian.PutUint16(d.Last),
+			})
 		r.c.AddRule(&nftables.Rule{Table: r.t, Chain: t, Exprs: append(all, verdict(expr.VerdictAccept)...)})
 	}
 }
@@ -158,7 +165,9 @@ func (r *ruleset) confine(rule func(...[]expr.Any)) {
 			&expr.Payload{DestRegister: r1, Base: expr.PayloadBaseNetworkHeader, Offset: 16, Len: 4},
 			&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: r2},
 		}
-		return append(append(key, port...), &expr.Dynset{SrcRegKey: reg, SetName: r.filter.denied.Name, SetID: r.filter.denied.ID, Operation: unix.NFT_DYNSET_OP_ADD})
+		return append(append(key, port...), &expr.Dynset{
+			SrcRegKey: reg, SetName: r.filter.denied.Name, SetID: r.filter.denied.ID, Operation: unix.NFT_DYNSET_OP_ADD,
+		})
 	}
 	const r3 = r2 + 1
 	for _, p := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP} {
@@ -166,7 +175,8 @@ func (r *ruleset) confine(rule func(...[]expr.Any)) {
 			&expr.Payload{DestRegister: r3, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
 		}), verdict(expr.VerdictDrop))
 	}
-	rule(r.fromFiltered(), note([]expr.Any{&expr.Immediate{Register: r3, Data: make([]byte, 4)}}), verdict(expr.VerdictDrop))
+	rule(r.fromFiltered(), note([]expr.Any{&expr.Immediate{Register: r3, Data: make([]byte, 4)}}),
+		verdict(expr.VerdictDrop))
 	// Also when there is no room for the note.
 	rule(r.fromFiltered(), verdict(expr.VerdictDrop))
 }

@@ -98,7 +98,10 @@ func TestIsolate(t *testing.T) {
 	if conns["from the host"], err = net.Dial("tcp4", "127.0.0.1:8080"); err != nil {
 		t.Fatal(err)
 	}
-	if err := in(t, internet, func() (err error) { conns["from outside"], err = net.Dial("tcp4", hostAddress+":8080"); return }); err != nil {
+	if err := in(t, internet, func() (err error) {
+		conns["from outside"], err = net.Dial("tcp4", hostAddress+":8080")
+		return
+	}); err != nil {
 		t.Fatal(err)
 	}
 	for name, c := range conns {
@@ -186,12 +189,18 @@ func TestConnectionSurvives(t *testing.T) {
 
 	outside := listen(t, internet, ":100")
 	var mine net.Conn
-	if err := in(t, e.Path, func() (err error) { mine, err = net.Dial("tcp4", internetAddress+":100"); return }); err != nil {
+	if err := in(t, e.Path, func() (err error) {
+		mine, err = net.Dial("tcp4", internetAddress+":100")
+		return
+	}); err != nil {
 		t.Fatal(err)
 	}
 	inside := listen(t, e.Path, ":80")
 	var client net.Conn
-	if err := in(t, internet, func() (err error) { client, err = net.Dial("tcp4", hostAddress+":8080"); return }); err != nil {
+	if err := in(t, internet, func() (err error) {
+		client, err = net.Dial("tcp4", hostAddress+":8080")
+		return
+	}); err != nil {
 		t.Fatal(err)
 	}
 	ends := []struct{ box, peer net.Conn }{{mine, <-outside}, {<-inside, client}}
@@ -238,7 +247,8 @@ func TestConnectionSurvives(t *testing.T) {
 func noTimestamps(t *testing.T, path string) {
 	t.Helper()
 	if err := in(t, path, func() error {
-		return errors.Join(sysctl("ipv4/tcp_timestamps", "0"), sysctl("ipv4/tcp_window_scaling", "0"), sysctl("ipv4/tcp_sack", "0"))
+		return errors.Join(sysctl("ipv4/tcp_timestamps", "0"), sysctl("ipv4/tcp_window_scaling", "0"),
+			sysctl("ipv4/tcp_sack", "0"))
 	}); err != nil {
 		t.Fatal(err)
 	}

@@ -48,9 +48,11 @@ func (m *Manager) resolvers(e *Endpoint, local bool) {
 	case failed != nil:
 		e.Warnings = append(e.Warnings, "Names cannot be resolved in the sandbox: "+failed.Error()+".")
 	case loopback:
-		e.Warnings = append(e.Warnings, "Names cannot be resolved in the sandbox: all of the host's resolvers listen on its loopback only. Name another in /etc/resolv.conf.")
+		e.Warnings = append(e.Warnings,
+			"Names cannot be resolved in the sandbox: all of the host's resolvers listen on its loopback only. Name another in /etc/resolv.conf.")
 	default:
-		e.Warnings = append(e.Warnings, "Names cannot be resolved in the sandbox: the host has no IPv4 resolver in /etc/resolv.conf.")
+		e.Warnings = append(e.Warnings,
+			"Names cannot be resolved in the sandbox: the host has no IPv4 resolver in /etc/resolv.conf.")
 	}
 }
 

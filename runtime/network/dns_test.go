@@ -20,17 +20,27 @@ func TestResolvers(t *testing.T) {
 		{
 			name:    "plain",
 			general: "# mine\nnameserver 192.0.2.53\nnameserver 192.0.2.54\nsearch a.example b.example\noptions ndots:2 rotate\n",
-			want: Endpoint{Nameservers: []string{"192.0.2.53", "192.0.2.54"}, Search: []string{"a.example", "b.example"},
+			want: Endpoint{Nameservers: []string{"192.0.2.53", "192.0.2.54"},
+				Search:  []string{"a.example", "b.example"},
 				Options: []string{"ndots:2", "rotate"}},
 		},
 		{
 			name:    "stub",
 			general: "nameserver 127.0.0.53\noptions edns0 trust-ad\nsearch a.example\n",
 			system:  "nameserver 192.0.2.1\nnameserver 2001:db8::1\nsearch c.example\n",
-			want:    Endpoint{Nameservers: []string{"192.0.2.1"}, Search: []string{"a.example"}, Options: []string{"edns0", "trust-ad"}},
+			want: Endpoint{
+				Nameservers: []string{"192.0.2.1"}, Search: []string{"a.example"},
+				Options: []string{"edns0", "trust-ad"},
+			},
 		},
-		{name: "stub for the host", general: "nameserver 127.0.0.53\n", system: "nameserver 192.0.2.1\n", local: true, want: Endpoint{Nameservers: []string{"127.0.0.53"}}},
-		{name: "mixed", general: "nameserver 127.0.0.1\nnameserver 192.0.2.53\n", want: Endpoint{Nameservers: []string{"192.0.2.53"}}},
+		{
+			name: "stub for the host", general: "nameserver 127.0.0.53\n", system: "nameserver 192.0.2.1\n",
+			local: true, want: Endpoint{Nameservers: []string{"127.0.0.53"}},
+		},
+		{
+			name: "mixed", general: "nameserver 127.0.0.1\nnameserver 192.0.2.53\n",
+			want: Endpoint{Nameservers: []string{"192.0.2.53"}},
+		},
 		{name: "loopback only", general: "nameserver 127.0.0.1\nnameserver ::1\n", warning: "loopback"},
 		{name: "IPv6 only", general: "nameserver fe80::1%eth0\nnameserver 2001:db8::1\n", warning: "no IPv4 resolver"},
 		{name: "nonsense", general: "nameserver\nnameserver x;y\nsearch\n\x00\xff", warning: "no IPv4 resolver"},
@@ -54,7 +64,8 @@ func TestResolvers(t *testing.T) {
 				t.Errorf("warnings %q, want %q", warnings, c.warning)
 			}
 			got.Warnings = nil
-			if d := cmp.Diff(c.want.Nameservers, got.Nameservers) + cmp.Diff(c.want.Search, got.Search) + cmp.Diff(c.want.Options, got.Options); d != "" {
+			if d := cmp.Diff(c.want.Nameservers, got.Nameservers) + cmp.Diff(c.want.Search, got.Search) +
+				cmp.Diff(c.want.Options, got.Options); d != "" {
 				t.Error(d)
 			}
 		})

@@ -68,7 +68,9 @@ func reexec() int {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), roleEnv+"=host "+dir)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Unshareflags: syscall.CLONE_NEWNS | syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL,
+	}
 	var exit *exec.ExitError
 	if err := cmd.Run(); errors.As(err, &exit) {
 		return max(exit.ExitCode(), 1)
@@ -171,7 +173,9 @@ func prepareHost(dir string) error {
 	defer f.Close()
 	a := netlink.NewLinkAttrs()
 	a.Name = "up0"
-	if err := h.LinkAdd(&netlink.Veth{LinkAttrs: a, PeerName: "eth0", PeerNamespace: netlink.NsFd(f.Fd())}); err != nil {
+	if err := h.LinkAdd(&netlink.Veth{
+		LinkAttrs: a, PeerName: "eth0", PeerNamespace: netlink.NsFd(f.Fd()),
+	}); err != nil {
 		return err
 	}
 	in, err := enter(internet)
@@ -424,7 +428,8 @@ func leftovers(t testing.TB, root string) []string {
 		}
 	}
 	err = filepath.WalkDir(root, func(path string, d os.DirEntry, err error) error {
-		if err == nil && path != root && path != filepath.Join(root, "run") && path != filepath.Join(root, "network.lock") {
+		if err == nil && path != root && path != filepath.Join(root, "run") &&
+			path != filepath.Join(root, "network.lock") {
 			left = append(left, "file "+path)
 		}
 		return err

@@ -239,7 +239,8 @@ func (m *Manager) startProxy(ctx context.Context) error {
 	if err := errors.Join(os.MkdirAll(m.proxyDir(), 0o700), os.MkdirAll(m.EventsDir(), 0o700)); err != nil {
 		return err
 	}
-	said, err := os.OpenFile(filepath.Join(m.proxyDir(), "log"), os.O_RDWR|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
+	said, err := os.OpenFile(filepath.Join(m.proxyDir(), "log"),
+		os.O_RDWR|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return err
 	}

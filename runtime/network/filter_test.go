@@ -25,7 +25,8 @@ func TestFiltered(t *testing.T) {
 	serve(t, "", "tcp4", ":8080")
 	serve(t, internet, "tcp4", ":5432")
 	serve(t, internet, "udp4", ":443")
-	c := client{t, w.setup("a", egressTo("good.example 80,443,22", "*.wild.example 443", "rebind.example", "local.example", "metadata.example", "host.example", "broken.example",
+	c := client{t, w.setup("a", egressTo("good.example 80,443,22", "*.wild.example 443", "rebind.example",
+		"local.example", "metadata.example", "host.example", "broken.example",
 		internetAddress+" 5432", "0.0.0.0/0 9999", "169.254.169.254"))}
 	other := client{t, w.setup("b", egressTo())}
 	if len(c.Nameservers) != 1 || c.Nameservers[0] != c.Gateway.String() {
@@ -69,17 +70,23 @@ func TestFiltered(t *testing.T) {
 		said, err = c.https("192.0.2.1:443", "sub.wild.example")
 		want(t, "https by an address of no meaning", said, err, "200 page of sub.wild.example")
 		said, err = c.http(web, "other.example")
-		want(t, "http to another name", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+		want(t, "http to another name", said, err,
+			"403 agentbox: egress denied: no rule allows the name on this port\n")
 		w.mustDeny("a", "http|other.example|"+web+"|no rule allows the name on this port")
 		said, err = c.http(web, internetAddress)
-		want(t, "http by address", said, err, "403 agentbox: egress denied: no rule allows the address, and the request names no host\n")
-		for name, why := range map[string]string{"other.example": "no rule allows the name on this port", "": "no rule allows the address, and the ClientHello names no server"} {
+		want(t, "http by address", said, err,
+			"403 agentbox: egress denied: no rule allows the address, and the request names no host\n")
+		for name, why := range map[string]string{
+			"other.example": "no rule allows the name on this port",
+			"":              "no rule allows the address, and the ClientHello names no server",
+		} {
 			said, err = c.https(secure, name)
 			refused(t, "https to "+name, said, err)
 			w.mustDeny("a", "tls|"+name+"|"+secure+"|"+why)
 		}
 		said, err = c.http(internetAddress+":80", "sub.wild.example")
-		want(t, "a port that no rule has", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+		want(t, "a port that no rule has", said, err,
+			"403 agentbox: egress denied: no rule allows the name on this port\n")
 		said, err = c.https(secure, "rebind.example")
 		refused(t, "a name at a private address", said, err)
 		w.mustDeny("a", "tls|rebind.example|"+secure+"|the name leads nowhere")
@@ -94,7 +101,8 @@ func TestFiltered(t *testing.T) {
 		}
 		// The proxy is told of it while it does not know yet where this one leads.
 		w.setup("d", egressTo())
-		said, err := get(tls.Client(conn, &tls.Config{ServerName: "good.example", InsecureSkipVerify: true}), "good.example") //nolint:gosec // a test's server
+		said, err := get(tls.Client(conn, &tls.Config{ServerName: "good.example", InsecureSkipVerify: true}),
+			"good.example") //nolint:gosec // a test's server
 		want(t, "https", said, err, "200 page of good.example")
 		w.release("d")
 	})
@@ -117,7 +125,8 @@ func TestFiltered(t *testing.T) {
 		refused(t, "ssh to no allowed name", said, err)
 		w.mustDeny("a", "tcp||192.0.2.1:22|no rule allows the address, and it is none of an allowed name")
 		said, err = c.http(ssh, "other.example")
-		want(t, "http to another name on a port for ssh", said, err, "403 agentbox: egress denied: no rule allows the name on this port\n")
+		want(t, "http to another name on a port for ssh", said, err,
+			"403 agentbox: egress denied: no rule allows the name on this port\n")
 		said, err = other.raw(ssh, "SSH-2.0-client\r\n")
 		refused(t, "ssh of a sandbox without rules", said, err)
 		seen, err := c.raw(internetAddress+":5432", "")
@@ -126,7 +135,9 @@ func TestFiltered(t *testing.T) {
 		}
 	})
 	t.Run("never", func(t *testing.T) {
-		for _, to := range []string{"169.254.169.254:80", c.Gateway.String() + ":8080", hostAddress + ":8080", hostAddress + ":9999"} {
+		for _, to := range []string{
+			"169.254.169.254:80", c.Gateway.String() + ":8080", hostAddress + ":8080", hostAddress + ":9999",
+		} {
 			conn, err := c.dial("tcp4", to)
 			if err == nil {
 				_, err = io.WriteString(conn, "?\n")
@@ -236,7 +247,8 @@ func (w *world) secondInternet() {
 		w.Fatal(err)
 	}
 	defer there.Close()
-	if err := errors.Join(address4(host, "up0", "10.99.0.1"), address4(there, "eth0", "10.99.0.2")); err != nil && !errors.Is(err, unix.EEXIST) {
+	if err := errors.Join(address4(host, "up0", "10.99.0.1"), address4(there, "eth0", "10.99.0.2")); err != nil &&
+		!errors.Is(err, unix.EEXIST) {
 		w.Fatal(err)
 	}
 }
@@ -263,7 +275,8 @@ func (w *world) pid(worker bool) int {
 	}
 	for _, path := range found {
 		b, err := os.ReadFile(path)
-		if err == nil && strings.Contains(string(b), roleEnv+"=egress "+w.m.root+"\x00") && strings.Contains(string(b), workerEnv+"=1") == worker {
+		if err == nil && strings.Contains(string(b), roleEnv+"=egress "+w.m.root+"\x00") &&
+			strings.Contains(string(b), workerEnv+"=1") == worker {
 			var pid int
 			if _, err := fmt.Sscanf(path, "/proc/%d/", &pid); err == nil {
 				return pid
@@ -437,7 +450,8 @@ func TestWorkerComesBack(t *testing.T) {
 		}
 		var said string
 		err := errors.New("not tried")
-		for end := time.Now().Add(20 * time.Second); err != nil && time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		for end := time.Now().Add(20 * time.Second); err != nil &&
+			time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 			said, err = c.https(internetAddress+":443", "good.example")
 		}
 		want(t, "with another worker", said, err, "200 page of good.example")
@@ -457,7 +471,8 @@ func TestWorkerComesBack(t *testing.T) {
 // gone waits for the proxy's end.
 func gone(t *testing.T, w *world) {
 	t.Helper()
-	for end := time.Now().Add(5 * time.Second); w.proxyPid() != 0 || w.workerPid() != 0; time.Sleep(10 * time.Millisecond) {
+	for end := time.Now().Add(5 * time.Second); w.proxyPid() != 0 ||
+		w.workerPid() != 0; time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(end) {
 			t.Fatal("the proxy stays")
 		}

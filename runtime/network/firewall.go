@@ -48,16 +48,18 @@ func (v *verb) openFirewall() (added bool, warnings []string, err error) {
 		}
 		switch {
 		case v.state.filters() && refuses(nftables.ChainHookInput):
-			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops what is for the host by default; let it accept TCP and UDP from %s*, or filtered sandboxes reach nothing.%s",
-				ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
+			warnings = append(warnings,
+				fmt.Sprintf("The nftables chain %s of table %s drops what is for the host by default; let it accept TCP and UDP from %s*, or filtered sandboxes reach nothing.%s",
+					ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
 		case inFilter(ch) && ch.Name == "DOCKER-USER":
 			user = ch
 		case !refuses(nftables.ChainHookForward):
 		case inFilter(ch) && ch.Name == "FORWARD":
 			forward = ch
 		default:
-			warnings = append(warnings, fmt.Sprintf("The nftables chain %s of table %s drops forwarded packets by default; let it accept those from and to %s*, or sandboxes reach nothing outside.%s",
-				ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
+			warnings = append(warnings,
+				fmt.Sprintf("The nftables chain %s of table %s drops forwarded packets by default; let it accept those from and to %s*, or sandboxes reach nothing outside.%s",
+					ch.Name, ch.Table.Name, v.m.bridge, v.trust(ch)))
 		}
 	}
 	if legacyFilter() {
@@ -139,7 +141,8 @@ func (v *verb) permit(c *nftables.Conn, ch *nftables.Chain) (added bool, err err
 		var e []expr.Any
 		match := func(key expr.MetaKey, prefix string) {
 			if prefix != "" {
-				e = append(e, &expr.Meta{Key: key, Register: reg}, &expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte(prefix)})
+				e = append(e, &expr.Meta{Key: key, Register: reg},
+					&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte(prefix)})
 			}
 		}
 		match(expr.MetaKeyIIFNAME, w.from)

@@ -41,7 +41,11 @@ func TestFirewall(t *testing.T) {
 			chain := forward
 			if try.docker {
 				chain = c.AddChain(&nftables.Chain{Name: "DOCKER-USER", Table: filter})
-				c.AddRule(&nftables.Rule{Table: filter, Chain: forward, Exprs: []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: "DOCKER-USER"}}})
+				c.AddRule(&nftables.Rule{
+					Table: filter, Chain: forward, Exprs: []expr.Any{&expr.Verdict{
+						Kind: expr.VerdictJump, Chain: "DOCKER-USER",
+					}},
+				})
 			}
 			load := func() { // as it is loaded from its configuration
 				t.Helper()
@@ -105,7 +109,11 @@ func testFirewallWarning(t *testing.T, name string) {
 		Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &policy,
 	})
 	if name == "firewalld" {
-		c.AddRule(&nftables.Rule{Table: table, Chain: through, Exprs: []expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_ADMIN_PROHIBITED}}})
+		c.AddRule(&nftables.Rule{
+			Table: table, Chain: through, Exprs: []expr.Any{&expr.Reject{
+				Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_ADMIN_PROHIBITED,
+			}},
+		})
 	}
 	if err := c.Flush(); err != nil {
 		t.Fatal(err)

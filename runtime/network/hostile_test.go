@@ -36,7 +36,10 @@ func TestFilterIsNotTricked(t *testing.T) {
 			{"GET / HTTP/1.1\r\nHost: sub.good.example\r\n\r\n", "403 " + no},
 			{"GET / HTTP/1.1\r\nHost: wild.example\r\n\r\n", "403 " + no},
 			{"GET / HTTP/1.1\r\nHost: evilwild.example\r\n\r\n", "403 " + no},
-			{"GET / HTTP/1.1\r\nHost: good.example:81\r\n\r\n", "403 the request is for another port than the connection"},
+			{
+				"GET / HTTP/1.1\r\nHost: good.example:81\r\n\r\n",
+				"403 the request is for another port than the connection",
+			},
 			{"GET / HTTP/1.1\r\nHost: " + internetAddress + "\r\n\r\n", "403 " + nameless},
 			{"GET / HTTP/1.1\r\nHost: [::ffff:198.51.100.2]\r\n\r\n", "403 " + nameless},
 			{"GET / HTTP/1.1\r\nHost: 0xc6336402\r\n\r\n", "403 " + nameless},
@@ -48,11 +51,17 @@ func TestFilterIsNotTricked(t *testing.T) {
 			{"GET http://good.example/ HTTP/1.1\r\nHost: other.example\r\n\r\n", "200 page of good.example"},
 			{"GET / HTTP/1.1\r\n Host: good.example\r\nHost: other.example\r\n\r\n", "400"},
 			{"\r\nGET / HTTP/1.1\r\nHost: other.example\r\n\r\n", "400"},
-			{"CONNECT good.example:443 HTTP/1.1\r\nHost: good.example:443\r\n\r\n", "403 this is no proxy to CONNECT through"},
+			{
+				"CONNECT good.example:443 HTTP/1.1\r\nHost: good.example:443\r\n\r\n",
+				"403 this is no proxy to CONNECT through",
+			},
 			{"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "403 " + nameless},
 			{"GET / HTTP/1.1\r\nHost: good.example\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA\r\n\r\n", "200 page of good.example"},
 			{"GET / HTTP/1.1\r\nHost: good.example\r\nX: " + strings.Repeat("x", 80<<10) + "\r\n\r\n", ""},
-			{"GET /" + strings.Repeat("x", 20<<10) + " HTTP/1.1\r\nHost: good.example\r\n\r\n", "200 page of good.example"},
+			{
+				"GET /" + strings.Repeat("x", 20<<10) + " HTTP/1.1\r\nHost: good.example\r\n\r\n",
+				"200 page of good.example",
+			},
 			{"GET /" + strings.Repeat("x", 20<<10) + " HTTP/1.1\r\nHost: other.example\r\n\r\n", "403 " + no},
 			{"GET  / HTTP/1.1\r\nHost: good.example\r\n\r\n", ""},
 		} {
@@ -68,7 +77,8 @@ func TestFilterIsNotTricked(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := io.WriteString(conn, "GET / HTTP/1.1\r\nHost: good.example\r\n\r\nGET / HTTP/1.1\r\nHost: other.example\r\n\r\nGET / HTTP/1.1\r\nHost: good.example\r\n\r\n"); err != nil {
+		if _, err := io.WriteString(conn,
+			"GET / HTTP/1.1\r\nHost: good.example\r\n\r\nGET / HTTP/1.1\r\nHost: other.example\r\n\r\nGET / HTTP/1.1\r\nHost: good.example\r\n\r\n"); err != nil {
 			t.Fatal(err)
 		}
 		r := bufio.NewReader(conn)
@@ -88,7 +98,8 @@ func TestFilterIsNotTricked(t *testing.T) {
 	t.Run("tls", func(t *testing.T) {
 		for name, ok := range map[string]bool{
 			"good.example": true, "GOOD.example": true, "sub.wild.example": true,
-			"good.example.evil.example": false, "wild.example": false, "evilgood.example": false, "other.example": false,
+			"good.example.evil.example": false, "wild.example": false, "evilgood.example": false,
+			"other.example": false,
 		} {
 			said, err := c.https(secure, name)
 			if ok != (err == nil) || ok && said != "200 page of "+name {
@@ -174,7 +185,8 @@ func TestFilterSurvivesRebinding(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	said, err = get(tls.Client(conn, &tls.Config{ServerName: "mixed.example", InsecureSkipVerify: true}), "mixed.example") //nolint:gosec // a test's server
+	said, err = get(tls.Client(conn, &tls.Config{ServerName: "mixed.example", InsecureSkipVerify: true}),
+		"mixed.example") //nolint:gosec // a test's server
 	want(t, "https", said, err, "200 page of mixed.example")
 }
 

@@ -47,7 +47,8 @@ func egressTo(rules ...string) runtime.Network {
 // names is what the test's resolver knows.
 var names = map[string]string{
 	"good.example.": internetAddress, "other.example.": internetAddress, "sub.wild.example.": internetAddress,
-	"rebind.example.": "10.1.2.3", "local.example.": "127.0.0.1", "metadata.example.": "169.254.169.254", "host.example.": hostAddress,
+	"rebind.example.": "10.1.2.3", "local.example.": "127.0.0.1", "metadata.example.": "169.254.169.254",
+	"host.example.":   hostAddress,
 	"broken.example.": "broken",
 	"mixed.example.":  "10.1.2.3 " + internetAddress, "huge.example.": strings.Repeat(internetAddress+" ", 2000),
 }
@@ -141,7 +142,9 @@ func answer(question []byte, limit int) []byte {
 	if q.Unpack(question) != nil || len(q.Questions) != 1 {
 		return nil
 	}
-	a := dnsmessage.Message{Header: dnsmessage.Header{ID: q.ID, Response: true, RecursionAvailable: true}, Questions: q.Questions}
+	a := dnsmessage.Message{
+		Header: dnsmessage.Header{ID: q.ID, Response: true, RecursionAvailable: true}, Questions: q.Questions,
+	}
 	name := q.Questions[0].Name
 	addresses, ok := names[name.String()]
 	if !ok {

@@ -79,7 +79,8 @@ func (v *verb) ensureBridge(b *bridge, publish bool) error {
 		// Snooping would only add queries that every sandbox has to hear.
 		err := v.host.LinkAdd(&netlink.Bridge{LinkAttrs: a, MulticastSnooping: &off})
 		if errors.Is(err, unix.EOPNOTSUPP) {
-			return fail(fmt.Errorf("this kernel makes no bridges (module bridge); use network mode none or host: %w", fault.ErrUnsupported))
+			return fail(fmt.Errorf("this kernel makes no bridges (module bridge); use network mode none or host: %w",
+				fault.ErrUnsupported))
 		}
 		if err != nil {
 			return fail(err)
@@ -200,7 +201,8 @@ func (v *verb) addVeth(id string, le *lease) error {
 		PeerNamespace:    netlink.NsFd(f.Fd()),
 	})
 	if errors.Is(err, unix.EOPNOTSUPP) {
-		return fmt.Errorf("this kernel makes no veth pairs (module veth); use network mode none or host: %w", fault.ErrUnsupported)
+		return fmt.Errorf("this kernel makes no veth pairs (module veth); use network mode none or host: %w",
+			fault.ErrUnsupported)
 	}
 	return err
 }

@@ -546,7 +546,8 @@ func validate(id string, n runtime.Network) error {
 	switch n.Mode {
 	case runtime.NetworkNone, runtime.NetworkHost:
 		if n.Group != "" || len(n.Ports) > 0 || len(n.Egress) > 0 {
-			return fmt.Errorf("network mode %s has no groups, published ports or egress rules: %w", n.Mode, fault.ErrInvalid)
+			return fmt.Errorf("network mode %s has no groups, published ports or egress rules: %w",
+				n.Mode, fault.ErrInvalid)
 		}
 		return nil
 	case runtime.NetworkBridge:

@@ -191,7 +191,8 @@ func loopbackBy(t *testing.T, path, via string) {
 		t.Fatal(err)
 	}
 	defer h.Close()
-	routes, err := h.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: unix.RT_TABLE_LOCAL}, netlink.RT_FILTER_TABLE)
+	routes, err := h.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: unix.RT_TABLE_LOCAL},
+		netlink.RT_FILTER_TABLE)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -298,7 +299,8 @@ func TestSpoof(t *testing.T) {
 	send := func(from netip.Addr, text string) {
 		t.Helper()
 		if err := in(t, a.Path, func() error {
-			c, err := (&net.Dialer{LocalAddr: net.UDPAddrFromAddrPort(netip.AddrPortFrom(from, 0))}).Dial("udp4", internetAddress+":90")
+			c, err := (&net.Dialer{LocalAddr: net.UDPAddrFromAddrPort(netip.AddrPortFrom(from,
+				0))}).Dial("udp4", internetAddress+":90")
 			if err != nil {
 				return err
 			}
@@ -315,7 +317,10 @@ func TestSpoof(t *testing.T) {
 		t.Errorf("the first to arrive is the %s one", s)
 	}
 	// Nor with b's MAC, if the kernel can lock ports.
-	gateway := &netlink.Neigh{LinkIndex: eth.Attrs().Index, State: netlink.NUD_PERMANENT, IP: a.Gateway.AsSlice(), HardwareAddr: mac(a.Gateway)}
+	gateway := &netlink.Neigh{
+		LinkIndex: eth.Attrs().Index, State: netlink.NUD_PERMANENT, IP: a.Gateway.AsSlice(),
+		HardwareAddr: mac(a.Gateway),
+	}
 	if err := h.LinkSetHardwareAddr(eth, mac(b.Address)); err != nil {
 		t.Fatal(err)
 	}
@@ -443,7 +448,8 @@ func TestPortConflict(t *testing.T) {
 	}
 	defer c.Close()
 	_ = c
-	w.setup("c", publish(runtime.Port{Host: 8080, Sandbox: 80, Protocol: "udp"}, runtime.Port{Host: 8081, Sandbox: 80, Protocol: "udp"}))
+	w.setup("c", publish(runtime.Port{Host: 8080, Sandbox: 80, Protocol: "udp"},
+		runtime.Port{Host: 8081, Sandbox: 80, Protocol: "udp"}))
 
 	// A sandbox that is down holds no ports, and is told when it wants them back.
 	w.teardown("a")

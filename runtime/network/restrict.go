@@ -40,7 +40,8 @@ func (m *Manager) confine() error {
 	}
 	head := &unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	none := &[2]unix.CapUserData{}
-	if _, _, errno := psx.Syscall3(unix.SYS_CAPSET, uintptr(unsafe.Pointer(head)), uintptr(unsafe.Pointer(none)), 0); errno != 0 {
+	if _, _, errno := psx.Syscall3(unix.SYS_CAPSET, uintptr(unsafe.Pointer(head)),
+		uintptr(unsafe.Pointer(none)), 0); errno != 0 {
 		return fmt.Errorf("give up capabilities: %w", errno)
 	}
 	// Last, since to have all threads do the same takes calls that it refuses.

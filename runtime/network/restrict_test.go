@@ -15,12 +15,16 @@ import (
 
 // tryAll is what a worker does that was taken over.
 func tryAll(m *Manager) error {
-	for _, path := range []string{filepath.Join(m.root, "state.db"), "/usr/bin/env", fmt.Sprintf("/proc/%d/environ", os.Getppid())} {
+	for _, path := range []string{
+		filepath.Join(m.root, "state.db"), "/usr/bin/env", fmt.Sprintf("/proc/%d/environ", os.Getppid()),
+	} {
 		if _, err := os.ReadFile(path); !errors.Is(err, unix.EACCES) {
 			return fmt.Errorf("read %s: %v", path, err)
 		}
 	}
-	for _, path := range []string{filepath.Join(m.root, "new"), filepath.Join(m.root, "state.db"), "/etc/agentbox-test"} {
+	for _, path := range []string{
+		filepath.Join(m.root, "new"), filepath.Join(m.root, "state.db"), "/etc/agentbox-test",
+	} {
 		if err := os.WriteFile(path, nil, 0o600); !errors.Is(err, unix.EACCES) {
 			return fmt.Errorf("write %s: %v", path, err)
 		}
@@ -70,7 +74,9 @@ func TestWorkerIsConfined(t *testing.T) {
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {
 			continue // it has ended
 		}
-		for _, line := range []string{"CapPrm:\t0000000000000000\n", "CapEff:\t0000000000000000\n", "NoNewPrivs:\t1\n", "Seccomp:\t2\n"} {
+		for _, line := range []string{
+			"CapPrm:\t0000000000000000\n", "CapEff:\t0000000000000000\n", "NoNewPrivs:\t1\n", "Seccomp:\t2\n",
+		} {
 			if err != nil || !strings.Contains(string(status), line) {
 				t.Errorf("%v, no %q in\n%s", err, line, status)
 			}

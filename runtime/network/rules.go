@@ -235,9 +235,13 @@ func (r *ruleset) transact(fresh bool) error {
 // chains is the number of chains that transact makes, except the chain udp; each has rules.
 const chains = 7
 
-func (r *ruleset) chain(name string, kind nftables.ChainType, hook *nftables.ChainHook, prio *nftables.ChainPriority) func(...[]expr.Any) {
+func (r *ruleset) chain(
+	name string, kind nftables.ChainType, hook *nftables.ChainHook, prio *nftables.ChainPriority,
+) func(...[]expr.Any) {
 	accept := nftables.ChainPolicyAccept
-	ch := r.c.AddChain(&nftables.Chain{Name: name, Table: r.t, Type: kind, Hooknum: hook, Priority: prio, Policy: &accept})
+	ch := r.c.AddChain(&nftables.Chain{
+		Name: name, Table: r.t, Type: kind, Hooknum: hook, Priority: prio, Policy: &accept,
+	})
 	return func(parts ...[]expr.Any) {
 		var all []expr.Any
 		for _, p := range parts {
@@ -283,7 +287,8 @@ func (r *ruleset) forward() {
 			&expr.Cmp{Op: expr.CmpOpEq, Register: reg, Data: []byte(prefix)},
 		}, r.to(false), verdict(expr.VerdictDrop))
 	}
-	rule(r.to(false), ct(expr.CtKeySTATE, expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED), verdict(expr.VerdictAccept))
+	rule(r.to(false), ct(expr.CtKeySTATE, expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED),
+		verdict(expr.VerdictAccept))
 	rule(r.to(false), ct(expr.CtKeySTATUS, dstNAT), verdict(expr.VerdictAccept))
 	rule(r.to(false), verdict(expr.VerdictDrop))
 }
@@ -309,7 +314,8 @@ func (r *ruleset) dnat(name string, hook *nftables.ChainHook) {
 			&expr.NAT{Type: expr.NATTypeDestNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: reg, RegProtoMin: r1},
 		}
 	}
-	rule(local, []expr.Any{&expr.Payload{DestRegister: r0, Base: expr.PayloadBaseNetworkHeader, Offset: 16, Len: 4}}, translate(r1, r.hostPorts))
+	rule(local, []expr.Any{&expr.Payload{DestRegister: r0, Base: expr.PayloadBaseNetworkHeader, Offset: 16, Len: 4}},
+		translate(r1, r.hostPorts))
 	rule(local, translate(r0, r.anyPorts))
 }
 
@@ -317,7 +323,8 @@ func (r *ruleset) dnat(name string, hook *nftables.ChainHook) {
 // what comes back through a published port to where it began, the gateway's:
 // the answer has to come this way again.
 func (r *ruleset) snat() {
-	rule := r.chain("postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource)
+	rule := r.chain("postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting,
+		nftables.ChainPriorityNATSource)
 	ours := append(address(12, 24), &expr.Lookup{SourceRegister: reg, SetName: r.nets.Name, SetID: r.nets.ID})
 	masquerade := []expr.Any{&expr.Masq{}}
 	rule(r.to(false), append(address(12, 8), cmpEq(loopback.Addr())), masquerade)
@@ -363,7 +370,10 @@ func cmpEq(a netip.Addr) expr.Any {
 func ct(key expr.CtKey, bits uint32) []expr.Any {
 	return []expr.Any{
 		&expr.Ct{Key: key, Register: reg},
-		&expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4)},
+		&expr.Bitwise{
+			SourceRegister: reg, DestRegister: reg, Len: 4,
+			Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4),
+		},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg, Data: make([]byte, 4)},
 	}
 }

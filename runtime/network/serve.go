@@ -81,7 +81,8 @@ func (m *Manager) Serve(ctx context.Context) error {
 		if errors.Is(err, net.ErrClosed) {
 			return nil
 		}
-		if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) || errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ECONNABORTED) {
+		if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) || errors.Is(err, unix.ENOMEM) ||
+			errors.Is(err, unix.ENOBUFS) || errors.Is(err, unix.ECONNABORTED) {
 			slog.Warn("control connection not accepted", "error", err)
 			time.Sleep(deniedEvery)
 			continue

@@ -130,7 +130,8 @@ func (s *state) check() error {
 			return fmt.Errorf("bridge name %.40q", b.Name)
 		}
 		names[b.Name] = true
-		if !b.Subnet.Addr().Is4() || b.Subnet.Bits() != 24 || b.Subnet != b.Subnet.Masked() || !slices.ContainsFunc(pools, func(p netip.Prefix) bool { return p.Contains(b.Subnet.Addr()) }) {
+		if !b.Subnet.Addr().Is4() || b.Subnet.Bits() != 24 || b.Subnet != b.Subnet.Masked() ||
+			!slices.ContainsFunc(pools, func(p netip.Prefix) bool { return p.Contains(b.Subnet.Addr()) }) {
 			return fmt.Errorf("subnet %s of bridge %s", b.Subnet, b.Name)
 		}
 	}

@@ -60,13 +60,15 @@ func TestState(t *testing.T) {
 		"foreign subnet":     strings.Replace(string(good), "/24", "/8", 1),
 		"bridge of the host": strings.ReplaceAll(string(good), w.m.bridge+"0", "lo"),
 		"bridge of Docker":   strings.ReplaceAll(string(good), w.m.bridge+"0", "docker0"),
-		"subnet of the host": strings.ReplaceAll(string(good), strings.TrimSuffix(e.Prefix.String(), "0/24"), "203.0.113."),
-		"path as id":         strings.Replace(string(good), `"a"`, `"../a"`, 1),
+		"subnet of the host": strings.ReplaceAll(string(good),
+			strings.TrimSuffix(e.Prefix.String(), "0/24"), "203.0.113."),
+		"path as id": strings.Replace(string(good), `"a"`, `"../a"`, 1),
 	} {
 		if err := os.WriteFile(w.m.statePath(), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		if _, err := w.m.Setup(t.Context(), "b", bridged); !errors.Is(err, fault.ErrCorrupt) || len(fault.Hint(err)) == 0 {
+		if _, err := w.m.Setup(t.Context(), "b", bridged); !errors.Is(err, fault.ErrCorrupt) ||
+			len(fault.Hint(err)) == 0 {
 			t.Errorf("%s: %v, want %v and a hint", name, err, fault.ErrCorrupt)
 		}
 	}
@@ -104,7 +106,8 @@ func TestLock(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	if _, err := w.m.Setup(ctx, "a", bridged); !errors.Is(err, fault.ErrBusy) || !errors.Is(err, context.DeadlineExceeded) {
+	if _, err := w.m.Setup(ctx, "a", bridged); !errors.Is(err, fault.ErrBusy) ||
+		!errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("error %v, want %v", err, fault.ErrBusy)
 	}
 	v.end()
@@ -112,7 +115,9 @@ func TestLock(t *testing.T) {
 }
 
 func TestFullBridge(t *testing.T) {
-	s := &state{Sandboxes: map[string]*lease{}, Bridges: []bridge{{Name: "x", Subnet: netip.MustParsePrefix("10.1.2.0/24")}}}
+	s := &state{Sandboxes: map[string]*lease{}, Bridges: []bridge{{
+		Name: "x", Subnet: netip.MustParsePrefix("10.1.2.0/24"),
+	}}}
 	b := &s.Bridges[0]
 	for i := range 253 {
 		a, ok := s.free(b)

@@ -56,7 +56,8 @@ func (v *verb) reserve(ctx context.Context, id string, n runtime.Network) (unloc
 				break
 			}
 			if n.Group != "" {
-				return unlock, fmt.Errorf("network group %q is full: 253 sandboxes share one subnet: %w", n.Group, fault.ErrState)
+				return unlock, fmt.Errorf("network group %q is full: 253 sandboxes share one subnet: %w",
+					n.Group, fault.ErrState)
 			}
 		}
 		changed = true
@@ -181,7 +182,8 @@ func (h *handle) taken() ([]netip.Prefix, error) {
 
 func (h *handle) routes() ([]netlink.Route, error) {
 	routes, err := dump(func() ([]netlink.Route, error) {
-		return h.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+		return h.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: unix.RT_TABLE_UNSPEC},
+			netlink.RT_FILTER_TABLE)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read the host's routes: %w", err)
@@ -210,7 +212,8 @@ func (v *verb) checkSubnet(b *bridge) error {
 		if p, ok := destination(r); ok && p.Bits() >= b.Subnet.Bits() && p.Overlaps(b.Subnet) {
 			return &fault.Error{
 				Op: "make bridge", ID: b.Name,
-				Err:  fmt.Errorf("the host has a route to %s, which lies in the bridge's subnet %s: %w", p, b.Subnet, fault.ErrState),
+				Err: fmt.Errorf("the host has a route to %s, which lies in the bridge's subnet %s: %w", p,
+					b.Subnet, fault.ErrState),
 				Hint: "Remove the route, or remove the sandboxes on this bridge: new ones get another subnet.",
 			}
 		}

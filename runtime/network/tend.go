@@ -53,10 +53,13 @@ func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 	for _, l := range links {
 		name := l.Attrs().Name
 		number, ours := strings.CutPrefix(name, m.bridge)
-		if _, isBridge := l.(*netlink.Bridge); !isBridge || !ours || number == "" || strings.Trim(number, "0123456789") != "" || v.state.bridge(name) != nil {
+		if _, isBridge := l.(*netlink.Bridge); !isBridge || !ours || number == "" ||
+			strings.Trim(number, "0123456789") != "" || v.state.bridge(name) != nil {
 			continue
 		}
-		if slices.ContainsFunc(links, func(port netlink.Link) bool { return port.Attrs().MasterIndex == l.Attrs().Index }) {
+		if slices.ContainsFunc(links, func(port netlink.Link) bool {
+			return port.Attrs().MasterIndex == l.Attrs().Index
+		}) {
 			continue // whatever is on it, we did not record it
 		}
 		if err := v.host.deleteLink(name); err != nil {
@@ -69,7 +72,9 @@ func (m *Manager) Tend(ctx context.Context) (did []string, err error) {
 	if err != nil {
 		return did, errors.Join(append(errs, err)...)
 	}
-	up := slices.ContainsFunc(slices.Collect(maps.Keys(v.state.Sandboxes)), func(id string) bool { return isNamespace(m.namespace(id)) })
+	up := slices.ContainsFunc(slices.Collect(maps.Keys(v.state.Sandboxes)), func(id string) bool {
+		return isNamespace(m.namespace(id))
+	})
 	switch {
 	case there && len(v.state.Bridges) == 0:
 		if err := v.dropRules(); err != nil {

@@ -15,14 +15,20 @@ import (
 )
 
 // Connect implements box.Hooks.
-func (h hooks) Connect(ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size) (*streams.Attachment, error) {
+func (h hooks) Connect(
+	ctx context.Context, v box.View, s runtime.Streams, size *runtime.Size,
+) (*streams.Attachment, error) {
 	return h.connect(ctx, v.Run.Bundle, s, v.Spec.Terminal, size)
 }
 
 // connect opens a connection to the attach socket in a bundle. Once it
 // returns, nothing that the process prints is missed.
-func (b *Backend) connect(ctx context.Context, bundle string, s runtime.Streams, terminal bool, size *runtime.Size) (*streams.Attachment, error) {
-	return streams.Connect(ctx, filepath.Join(bundle, "attach"), s, terminal, size, func(size runtime.Size) { b.resize(bundle, size) })
+func (b *Backend) connect(
+	ctx context.Context, bundle string, s runtime.Streams, terminal bool, size *runtime.Size,
+) (*streams.Attachment, error) {
+	return streams.Connect(ctx, filepath.Join(bundle, "attach"), s, terminal, size, func(size runtime.Size) {
+		b.resize(bundle, size)
+	})
 }
 
 // resizeWait bounds how long a resize waits for conmon to take the last one.

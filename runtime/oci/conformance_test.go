@@ -22,7 +22,8 @@ func TestConformance(t *testing.T) {
 		t.Fatalf("build agentbox-runtime: %v\n%s", err, out)
 	}
 	backendtest.Run(t, backendtest.Factory{
-		IDs:   &idmap.Map{Base: 1 << 20, Size: 1 << 16}, // as by default; what has none is tested by hand here and end to end
+		// as by default; what has none is tested by hand here and end to end
+		IDs:   &idmap.Map{Base: 1 << 20, Size: 1 << 16},
 		Lower: backendtest.BusyboxLower,
 		New: func(t *testing.T, root string) runtime.Backend {
 			b, err := oci.Open(oci.Options{Root: root, Run: filepath.Join(root, "run"), Wrapper: wrapper})

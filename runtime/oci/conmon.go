@@ -293,7 +293,9 @@ func commandError(args []string, msg string) error {
 // plain returns the runtime's message without the words that are in every failure.
 func plain(msg string) string {
 	msg = strings.TrimSpace(msg)
-	for _, frame := range []string{"runc create failed: ", "unable to start container process: ", "error during container init: "} {
+	for _, frame := range []string{
+		"runc create failed: ", "unable to start container process: ", "error during container init: ",
+	} {
 		if rest, ok := strings.CutPrefix(msg, frame); ok {
 			msg = rest
 		}

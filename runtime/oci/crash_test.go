@@ -96,7 +96,8 @@ func TestKilled(t *testing.T) {
 			x := newBox(t)
 			id := x.bring(p.verb)
 			cmd := exec.Command(os.Args[0], "-test.run=^TestVerb$")
-			cmd.Env = append(os.Environ(), "OCI_TEST_VERB="+p.verb, "OCI_TEST_ROOT="+x.box.Base, "OCI_TEST_RUN="+x.box.Run,
+			cmd.Env = append(os.Environ(), "OCI_TEST_VERB="+p.verb, "OCI_TEST_ROOT="+x.box.Base,
+				"OCI_TEST_RUN="+x.box.Run,
 				"OCI_TEST_ID="+id, "OCI_TEST_LOWER="+x.lower, "AGENTBOX_FAILPOINT="+p.name+"=kill")
 			out, err := cmd.CombinedOutput()
 			var exit *exec.ExitError

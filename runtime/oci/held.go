@@ -93,7 +93,8 @@ func (b *Backend) monitors(add func(id, what string)) error {
 				continue
 			}
 			id, rest, _ := strings.Cut(rest, "/")
-			if record.IsID(id) && (strings.HasPrefix(rest, "bundle.") || strings.HasPrefix(rest, "exec")) && isEngine(pid) {
+			if record.IsID(id) && (strings.HasPrefix(rest, "bundle.") ||
+				strings.HasPrefix(rest, "exec")) && isEngine(pid) {
 				add(id, runtime.HeldMonitor)
 			}
 		}

@@ -66,7 +66,10 @@ func TestLogFormat(t *testing.T) {
 		{runtime.LogOptions{Tail: 2}, long + long + "end\nopen end", ""},
 		{runtime.LogOptions{Tail: 4}, "\n" + long + long + "end\nopen end", "half whole\n"},
 		{runtime.LogOptions{Tail: -1, Since: time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC)}, "open end", ""},
-		{runtime.LogOptions{Tail: -1, Timestamps: true, Since: time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC)}, at(5) + " open end", ""},
+		{
+			runtime.LogOptions{Tail: -1, Timestamps: true, Since: time.Date(2030, 1, 2, 3, 4, 5, 0, time.UTC)},
+			at(5) + " open end", "",
+		},
 	} {
 		// The half-written last record: never printed.
 		out, errs := x.logs(id, test.opts)
@@ -89,7 +92,8 @@ func TestTail(t *testing.T) {
 	if out, _ := x.logs(id, runtime.LogOptions{Tail: 5000}); out != want.String() {
 		t.Errorf("%d bytes instead of %d", len(out), want.Len())
 	}
-	if out, _ := x.logs(id, runtime.LogOptions{Tail: 1}); !strings.HasPrefix(out, "line 29999 ") || strings.Count(out, "\n") != 1 {
+	if out, _ := x.logs(id, runtime.LogOptions{Tail: 1}); !strings.HasPrefix(out, "line 29999 ") ||
+		strings.Count(out, "\n") != 1 {
 		t.Errorf("%q", out)
 	}
 }

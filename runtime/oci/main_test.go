@@ -75,8 +75,10 @@ func rootfs(t *testing.T) string {
 			must(t, os.Symlink("busybox", filepath.Join(dir, "bin", name)))
 		}
 	}
-	write(t, filepath.Join(dir, "etc/passwd"), "root:x:0:0:root:/root:/bin/sh\nalice:x:1000:1001::/home/alice:/bin/sh\n", 0o644)
-	write(t, filepath.Join(dir, "etc/group"), "root:x:0:\nalice:x:1001:\nwheel:x:10:alice\naudio:x:29:bob,alice\n", 0o644)
+	write(t, filepath.Join(dir, "etc/passwd"),
+		"root:x:0:0:root:/root:/bin/sh\nalice:x:1000:1001::/home/alice:/bin/sh\n", 0o644)
+	write(t, filepath.Join(dir, "etc/group"),
+		"root:x:0:\nalice:x:1001:\nwheel:x:10:alice\naudio:x:29:bob,alice\n", 0o644)
 	must(t, os.Chmod(filepath.Join(dir, "tmp"), 0o1777))
 	must(t, os.Chmod(dir, 0o751))
 	return dir
@@ -249,7 +251,9 @@ func (x *fixture) sweep() {
 func (x *fixture) leftovers(prefixes ...string) []string {
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		left := slices.DeleteFunc(x.search(), func(s string) bool {
-			return len(prefixes) > 0 && !slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(s, p) })
+			return len(prefixes) > 0 && !slices.ContainsFunc(prefixes, func(p string) bool {
+				return strings.HasPrefix(s, p)
+			})
 		})
 		if len(left) == 0 || time.Now().After(deadline) {
 			return left

@@ -33,7 +33,9 @@ func (x *fixture) restore(id, images string, streams *runtime.Streams) func() er
 	x.t.Helper()
 	must(x.t, x.Stop(x.t.Context(), id, runtime.StopOptions{Silent: true}))
 	work := x.t.TempDir()
-	must(x.t, stage.At(x.box.Run, id).Put(stage.Restore{Images: images, Work: work, Flags: []string{"--tcp-established", "--file-locks"}}))
+	must(x.t, stage.At(x.box.Run, id).Put(stage.Restore{
+		Images: images, Work: work, Flags: []string{"--tcp-established", "--file-locks"},
+	}))
 	wait, err := x.Start(x.t.Context(), id, runtime.StartOptions{Streams: streams, Env: []string{"ATTEMPT=2"}})
 	if err != nil {
 		log, _ := os.ReadFile(filepath.Join(work, "restore.log"))
@@ -49,7 +51,10 @@ func TestRestoreOlder(t *testing.T) {
 	s := sh("echo ready; while :; do sleep 1000; done") // of runc's own dump some systems' sleep wakes up
 	s.Security = runtime.Security{Capabilities: policy.DockerCapabilities, NewPrivileges: true}
 	id := x.up(s)
-	eventually(t, "it is ready", func() bool { out, _ := x.logs(id, runtime.LogOptions{Tail: -1}); return out == "ready\n" })
+	eventually(t, "it is ready", func() bool {
+		out, _ := x.logs(id, runtime.LogOptions{Tail: -1})
+		return out == "ready\n"
+	})
 	images := x.dump(id)
 	s.Security = runtime.Security{NoNewPrivileges: true}
 	must(t, x.box.Save(id, box.Container{Spec: s, Lower: []string{x.lower}}))
@@ -91,7 +96,9 @@ func TestRestore(t *testing.T) {
 			}))
 			in, typed := io.Pipe()
 			var out buffer
-			wait, err := x.Start(t.Context(), id, runtime.StartOptions{Streams: &runtime.Streams{Stdin: in, Stdout: &out, Stderr: &out}})
+			wait, err := x.Start(t.Context(), id, runtime.StartOptions{Streams: &runtime.Streams{
+				Stdin: in, Stdout: &out, Stderr: &out,
+			}})
 			must(t, err)
 			_, err = typed.Write([]byte("one\n"))
 			must(t, err)
@@ -111,7 +118,8 @@ func TestRestore(t *testing.T) {
 				_, err = typed.Write([]byte(next + "\n"))
 				must(t, err)
 				eventually(t, next, out.has(next+" kept"))
-				if got, _ := x.exec(id, "sh", "-c", "echo $ATTEMPT $(wc -l < /etc/resolv.conf | tr -d ' 0-9')"); strings.TrimSpace(got) != "2" {
+				if got, _ := x.exec(id, "sh", "-c",
+					"echo $ATTEMPT $(wc -l < /etc/resolv.conf | tr -d ' 0-9')"); strings.TrimSpace(got) != "2" {
 					t.Errorf("exec in a restored one: %q", got)
 				}
 			}

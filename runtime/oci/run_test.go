@@ -25,12 +25,20 @@ func TestRun(t *testing.T) {
 		{name: "output", spec: sh("echo out; echo err >&2"), stdout: "out\n", stderr: "err\n"},
 		{name: "exit code", spec: sh("exit 42"), exit: 42},
 		{name: "signal", spec: sh("trap - TERM; kill -TERM $$; sleep 5; exit 3"), exit: 3}, // PID 1 ignores it
-		{name: "stdin", spec: with(spec("cat"), func(s *runtime.Spec) { s.OpenStdin = true }), stdin: "to and fro", stdout: "to and fro"},
+		{
+			name: "stdin", spec: with(spec("cat"), func(s *runtime.Spec) { s.OpenStdin = true }),
+			stdin: "to and fro", stdout: "to and fro",
+		},
 		{name: "no stdin", spec: spec("cat")},
 		{name: "many lines", spec: sh("seq 1 20000 | wc -l; seq 1 20000"), stdout: "20000\n" + numbers(20000)},
 		{name: "hostname", spec: sh("hostname; cat /etc/hostname; echo $HOSTNAME"), stdout: "box\nbox\nbox\n"},
-		{name: "home and path", spec: sh("echo $HOME $PATH"), stdout: "/root /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n"},
-		{name: "workdir is made", spec: with(spec("pwd"), func(s *runtime.Spec) { s.Workdir = "/a/b/c" }), stdout: "/a/b/c\n"},
+		{
+			name: "home and path", spec: sh("echo $HOME $PATH"),
+			stdout: "/root /usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin\n",
+		},
+		{name: "workdir is made", spec: with(spec("pwd"), func(s *runtime.Spec) {
+			s.Workdir = "/a/b/c"
+		}), stdout: "/a/b/c\n"},
 		{name: "loopback", spec: sh("ip addr show lo | grep -c 'inet 127.0.0.1'"), stdout: "1\n"},
 		{name: "open files", spec: sh("ulimit -n"), stdout: "1024\n"},
 		{name: "root directory", spec: spec("stat", "-c", "%a", "/"), stdout: "751\n"},
@@ -38,7 +46,8 @@ func TestRun(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			stdout, stderr, exit := x.run(test.spec, test.stdin)
 			if stdout != test.stdout || stderr != test.stderr || exit != test.exit {
-				t.Errorf("got %q, %q, exit %d\nwant %q, %q, exit %d", stdout, stderr, exit, test.stdout, test.stderr, test.exit)
+				t.Errorf("got %q, %q, exit %d\nwant %q, %q, exit %d", stdout, stderr, exit, test.stdout,
+					test.stderr, test.exit)
 			}
 			if got := x.inspect(test.spec.ID).Status; got != runtime.Exited {
 				t.Errorf("status %s", got)
@@ -147,7 +156,8 @@ func TestCommandErrors(t *testing.T) {
 			}
 		}
 	}
-	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}, Workdir: "/no/such"}, runtime.Streams{}); !isExec(err, 126) {
+	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}, Workdir: "/no/such"},
+		runtime.Streams{}); !isExec(err, 126) {
 		t.Errorf("exec in a missing directory: got %v", err)
 	}
 }
@@ -191,7 +201,8 @@ func TestStates(t *testing.T) {
 	if got := x.inspect(id).Status; got != runtime.Paused {
 		t.Errorf("status %s", got)
 	}
-	if _, err := x.Exec(ctx, id, runtime.Process{Args: []string{"true"}}, runtime.Streams{}); !errors.Is(err, fault.ErrState) {
+	if _, err := x.Exec(ctx, id, runtime.Process{Args: []string{"true"}},
+		runtime.Streams{}); !errors.Is(err, fault.ErrState) {
 		t.Errorf("exec in a paused one: %v", err)
 	}
 	x.resume(id)

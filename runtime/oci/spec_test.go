@@ -50,11 +50,15 @@ func TestLimits(t *testing.T) {
 		t.Errorf("cpu %s", got)
 	}
 	if bundle.SwapAccounting(x.box.Cgroups) {
-		swaps := x.up(with(spec("sleep", "1000"), func(s *runtime.Spec) { s.Resources = runtime.Resources{Memory: 64 << 20, Swap: 32 << 20} }))
-		if got := x.limit(swaps, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(96<<20) && got != strconv.Itoa(32<<20) {
+		swaps := x.up(with(spec("sleep", "1000"), func(s *runtime.Spec) {
+			s.Resources = runtime.Resources{Memory: 64 << 20, Swap: 32 << 20}
+		}))
+		if got := x.limit(swaps, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(96<<20) &&
+			got != strconv.Itoa(32<<20) {
 			t.Errorf("some swap %s", got)
 		}
-		if got := x.limit(id, "memory.memsw.limit_in_bytes", "memory.swap.max"); got != strconv.Itoa(64<<20) && got != "0" {
+		if got := x.limit(id, "memory.memsw.limit_in_bytes",
+			"memory.swap.max"); got != strconv.Itoa(64<<20) && got != "0" {
 			t.Errorf("swap %s", got)
 		}
 	}
@@ -79,7 +83,8 @@ func TestLimitIO(t *testing.T) {
 	x := newBox(t, func(o *Options) { o.Root = filepath.Join(dir, "root") })
 	id := x.up(limited)
 	number := fmt.Sprintf("%d:%d ", disk.Major, disk.Minor)
-	if got := x.limit(id, "blkio.throttle.read_bps_device", "io.max"); got != number+"1048576" && !strings.HasPrefix(got, number+"rbps=1048576 wbps=1048576 ") {
+	if got := x.limit(id, "blkio.throttle.read_bps_device", "io.max"); got != number+"1048576" &&
+		!strings.HasPrefix(got, number+"rbps=1048576 wbps=1048576 ") {
 		t.Errorf("%s: %q", number, got)
 	}
 
@@ -109,7 +114,8 @@ func TestMounts(t *testing.T) {
 		}
 	})
 	out, errs, exit := x.run(s, "")
-	if out != "from the host\nfrom the host\n1\n1770\nx\n" || exit != 0 || strings.Count(errs, "Read-only file system") != 3 {
+	if out != "from the host\nfrom the host\n1\n1770\nx\n" || exit != 0 ||
+		strings.Count(errs, "Read-only file system") != 3 {
 		t.Errorf("%q, %q, exit %d", out, errs, exit)
 	}
 	if data, err := os.ReadFile(filepath.Join(src, "new")); string(data) != "back\n" {
@@ -156,15 +162,18 @@ func TestMountOverLink(t *testing.T) {
 func TestImageDirectories(t *testing.T) {
 	x := newBox(t)
 	outside := t.TempDir()
-	for link, to := range map[string]string{"out": outside, "fd": "/proc/self/fd", "round": "round", "inside": "/tmp/../etc/.."} {
+	for link, to := range map[string]string{
+		"out": outside, "fd": "/proc/self/fd", "round": "round", "inside": "/tmp/../etc/..",
+	} {
 		must(t, os.Symlink(to, filepath.Join(x.lower, link)))
 	}
 	old := unix.Umask(0o077)
 	defer unix.Umask(old)
-	out, errs, exit := x.run(with(sh("stat -c '%n %a %u' /data /data/deep /rel /up /made /tmp; pwd"), func(s *runtime.Spec) {
-		s.Volumes = []string{"/data/deep", "rel", "../../../up", "/inside/made", "/tmp", "/"}
-		s.Workdir = "/inside/tmp"
-	}), "")
+	out, errs, exit := x.run(with(sh("stat -c '%n %a %u' /data /data/deep /rel /up /made /tmp; pwd"),
+		func(s *runtime.Spec) {
+			s.Volumes = []string{"/data/deep", "rel", "../../../up", "/inside/made", "/tmp", "/"}
+			s.Workdir = "/inside/tmp"
+		}), "")
 	if want := "/data 755 0\n/data/deep 755 0\n/rel 755 0\n/up 755 0\n/made 755 0\n/tmp 777 0\n/inside/tmp\n"; out != want && out != strings.Replace(want, "/inside", "", 1) || exit != 0 {
 		t.Errorf("%q, %q, exit %d", out, errs, exit)
 	}
@@ -189,7 +198,8 @@ func TestImageDirectories(t *testing.T) {
 		t.Errorf("%v, %v", list, err)
 	}
 	id := x.up(spec("sleep", "1000"))
-	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}, Workdir: "/fd/7"}, runtime.Streams{}); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}, Workdir: "/fd/7"},
+		runtime.Streams{}); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("exec: %v", err)
 	}
 }
@@ -210,8 +220,11 @@ func TestSyscallFilter(t *testing.T) {
 	if hits != 1 {
 		t.Errorf("%d rules for io_uring", hits)
 	}
-	secret := slices.DeleteFunc(slices.Clone(filter.Syscalls), func(call specs.LinuxSyscall) bool { return !slices.Contains(call.Names, "memfd_secret") })
-	if len(secret) != 1 || secret[0].Action != specs.ActErrno || secret[0].ErrnoRet == nil || *secret[0].ErrnoRet != 38 {
+	secret := slices.DeleteFunc(slices.Clone(filter.Syscalls), func(call specs.LinuxSyscall) bool {
+		return !slices.Contains(call.Names, "memfd_secret")
+	})
+	if len(secret) != 1 || secret[0].Action != specs.ActErrno || secret[0].ErrnoRet == nil ||
+		*secret[0].ErrnoRet != 38 {
 		t.Errorf("memfd_secret: %+v", secret)
 	}
 	x := newBox(t)
@@ -226,7 +239,9 @@ func TestCapabilities(t *testing.T) {
 	x := newBox(t)
 	script := "grep Cap /proc/self/status; hostname other; mount -t tmpfs x /tmp; cat /proc/kcore | wc -c; ls /sys/firmware | wc -l; echo x > /proc/sys/kernel/hostname"
 	out, errs, _ := x.run(sh(script), "")
-	if !strings.Contains(out, "CapEff:\t00000000800404fb") || strings.Count(errs, "not permitted")+strings.Count(errs, "denied") < 2 || !strings.Contains(errs, "Read-only file system") {
+	if !strings.Contains(out, "CapEff:\t00000000800404fb") ||
+		strings.Count(errs, "not permitted")+strings.Count(errs, "denied") < 2 ||
+		!strings.Contains(errs, "Read-only file system") {
 		t.Errorf("%s\n%s", out, errs)
 	}
 	out, _, _ = x.run(with(spec("grep", "Cap", "/proc/self/status"), func(s *runtime.Spec) { s.User = "alice" }), "")
@@ -246,7 +261,9 @@ func TestSyscallFilterAsked(t *testing.T) {
 		{runtime.Security{Seccomp: "unconfined"}, specs.ActErrno, specs.ActAllow},
 		{runtime.Security{SeccompProfile: `{"defaultAction": "SCMP_ACT_ALLOW"}`}, specs.ActErrno, specs.ActAllow},
 		{runtime.Security{SeccompProfile: `{"defaultAction": "SCMP_ACT_ERRNO", "syscalls": [{"names": ["io_uring_setup", "read"], "action": "SCMP_ACT_ALLOW"}, {"name": "io_uring_enter", "action": "SCMP_ACT_ALLOW"}]}`}, specs.ActErrno, specs.ActErrno},
-		{runtime.Security{IOUring: true, SeccompProfile: `{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["io_uring_setup"], "action": "SCMP_ACT_KILL"}]}`}, specs.ActKill, specs.ActAllow},
+		{runtime.Security{
+			IOUring: true, SeccompProfile: `{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["io_uring_setup"], "action": "SCMP_ACT_KILL"}]}`,
+		}, specs.ActKill, specs.ActAllow},
 	} {
 		filter, err := bundle.SyscallFilter(s, c.sec)
 		must(t, err)
@@ -279,7 +296,10 @@ func TestInit(t *testing.T) {
 	x := newBox(t, func(o *Options) { o.Wrapper = wrapper })
 	initially := func(s runtime.Spec) runtime.Spec { return with(s, func(s *runtime.Spec) { s.Init = true }) }
 	id := x.up(initially(sh("trap 'echo got it; exit 21' TERM; echo ready; while :; do sleep 0.05; done")))
-	eventually(t, "it is ready", func() bool { out, _ := x.logs(id, runtime.LogOptions{Tail: -1}); return out == "ready\n" })
+	eventually(t, "it is ready", func() bool {
+		out, _ := x.logs(id, runtime.LogOptions{Tail: -1})
+		return out == "ready\n"
+	})
 	for range 5 {
 		x.exec(id, "sh", "-c", "(sleep 0.01 &) ; exit")
 	}
@@ -288,7 +308,8 @@ func TestInit(t *testing.T) {
 		return !strings.Contains(out, "Z") && !strings.Contains(out, "sleep 0.01")
 	})
 	// As a user namespace has to have it where the root's filesystem is so.
-	if out, _ := x.exec(id, "grep", bundle.InitPath, "/proc/self/mountinfo"); !strings.Contains(out, " ro,nosuid,nodev") {
+	if out, _ := x.exec(id, "grep", bundle.InitPath,
+		"/proc/self/mountinfo"); !strings.Contains(out, " ro,nosuid,nodev") {
 		t.Errorf("it is mounted %q", out)
 	}
 	if out, _ := x.exec(id, "cat", "/proc/1/cmdline"); !strings.HasPrefix(out, bundle.InitPath+"\x00--\x00sh") {
@@ -305,13 +326,17 @@ func TestInit(t *testing.T) {
 			t.Errorf("%s in the upperdir", e.Name())
 		}
 	}
-	for want, args := range map[int][]string{7: {"sh", "-c", "exit 7"}, 137: {"sh", "-c", "kill -9 $$"}, 127: {"no-such"}, 126: {"/etc/passwd"}} {
+	for want, args := range map[int][]string{
+		7: {"sh", "-c", "exit 7"}, 137: {"sh", "-c", "kill -9 $$"}, 127: {"no-such"}, 126: {"/etc/passwd"},
+	} {
 		if _, errs, exit := x.run(initially(spec(args...)), ""); exit != want {
 			t.Errorf("%q: exit %d, %s", args, exit, errs)
 		}
 	}
 	// With a terminal the command is in its foreground.
-	out, _, exit := x.run(with(initially(sh("read x; echo $x; stty size")), func(s *runtime.Spec) { s.Terminal, s.OpenStdin = true, true }), "typed\n")
+	out, _, exit := x.run(with(initially(sh("read x; echo $x; stty size")), func(s *runtime.Spec) {
+		s.Terminal, s.OpenStdin = true, true
+	}), "typed\n")
 	if !strings.Contains(out, "typed\r\n") || exit != 0 {
 		t.Errorf("%q, exit %d", out, exit)
 	}
@@ -336,7 +361,8 @@ func TestBridge(t *testing.T) {
 func TestAwkwardRoot(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), `a b:c d\e=f`+strings.Repeat("x", 100))
 	x := newBox(t, func(o *Options) { o.Root, o.Run = filepath.Join(dir, "root"), filepath.Join(dir, "run") })
-	out, _, exit := x.run(with(spec("sh"), func(s *runtime.Spec) { s.Terminal, s.OpenStdin = true, true }), "echo it works; exit 2\n")
+	out, _, exit := x.run(with(spec("sh"), func(s *runtime.Spec) { s.Terminal, s.OpenStdin = true, true }),
+		"echo it works; exit 2\n")
 	if !strings.Contains(out, "it works\r\n") || exit != 2 {
 		t.Errorf("%q, exit %d", out, exit)
 	}

@@ -53,7 +53,9 @@ func (h hooks) Launch(s *box.Start) (box.Launched, error) {
 			args = append(args, "--exit-command-arg", arg)
 		}
 	}
-	c, err := h.launch(launch{id: spec.ID, bundle: s.Run.Bundle, dir: h.box.Dir(spec.ID), runtime: h.box.Wrapper, args: args})
+	c, err := h.launch(launch{
+		id: spec.ID, bundle: s.Run.Bundle, dir: h.box.Dir(spec.ID), runtime: h.box.Wrapper, args: args,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -165,7 +167,8 @@ func (b *Backend) letGo(ctx context.Context, id string, run box.Run) (err error)
 		return p.Executed(ctx)
 	}
 	// Non-blocking, or a process that has just ended would leave us waiting.
-	fd, err := unix.Open(filepath.Join(state, "exec.fifo"), unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	fd, err := unix.Open(filepath.Join(state, "exec.fifo"),
+		unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return fmt.Errorf("start container %s: %w", id, err)
 	}
@@ -200,7 +203,8 @@ var errUnexecuted = errors.New("its command was not executed in time")
 func (b *Backend) unexecuted(p *kernel.Process) error {
 	err := fmt.Errorf("its command was not executed within %s: %w", b.execution, fault.ErrBusy)
 	if at := p.Waits(); at != "" {
-		err = fmt.Errorf("its command was not executed within %s, for which the kernel is in %s: %w", b.execution, at, fault.ErrBusy)
+		err = fmt.Errorf("its command was not executed within %s, for which the kernel is in %s: %w",
+			b.execution, at, fault.ErrBusy)
 	}
 	return &fault.Error{Err: err, Hint: "Look at what the command and its libraries lie on: a bind mount of a network or FUSE filesystem that does not answer, or a file that another program has a lease on. Start it again once that answers."}
 }

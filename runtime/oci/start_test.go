@@ -39,7 +39,8 @@ func TestCommandNotExecuted(t *testing.T) {
 	}
 	began := time.Now()
 	_, err = x.Start(t.Context(), id, runtime.StartOptions{})
-	if !errors.Is(err, fault.ErrBusy) || !strings.Contains(err.Error(), "not executed within 500ms") || len(fault.Hint(err)) == 0 {
+	if !errors.Is(err, fault.ErrBusy) || !strings.Contains(err.Error(), "not executed within 500ms") ||
+		len(fault.Hint(err)) == 0 {
 		t.Errorf("%v; hints %q", err, fault.Hint(err))
 	}
 	if took := time.Since(began); took > 20*time.Second {

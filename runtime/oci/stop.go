@@ -52,7 +52,8 @@ func (b *Backend) Kill(ctx context.Context, id, signal string) error {
 
 // Adopt finds nothing: whatever this backend runs, it made.
 func (b *Backend) Adopt(_ context.Context, ref string) (runtime.Spec, error) {
-	return runtime.Spec{}, fmt.Errorf("container %s: the oci backend has only sandboxes of its own: %w", ref, fault.ErrUnsupported)
+	return runtime.Spec{}, fmt.Errorf("container %s: the oci backend has only sandboxes of its own: %w",
+		ref, fault.ErrUnsupported)
 }
 
 // KillStrays implements box.Hooks.

@@ -35,7 +35,9 @@ func TestStopPaused(t *testing.T) {
 	for range 5 {
 		id := x.up(sh("(while :; do echo a >> /child; done) & while :; do echo b >> /first; done"))
 		upper := x.inspect(id).Upper
-		_, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"sh", "-c", "while :; do echo c >> /session; done"}, Detach: true}, runtime.Streams{})
+		_, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{
+			"sh", "-c", "while :; do echo c >> /session; done",
+		}, Detach: true}, runtime.Streams{})
 		must(t, err)
 		files := []string{filepath.Join(upper, "child"), filepath.Join(upper, "first"), filepath.Join(upper, "session")}
 		for _, f := range files {

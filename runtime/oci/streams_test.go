@@ -152,7 +152,8 @@ func TestExecTerminal(t *testing.T) {
 	// The last words of a process that leaves at once are not lost.
 	for i := range 10 {
 		var out buffer
-		_, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"echo", "bye"}, Terminal: i%2 == 0}, runtime.Streams{Stdout: &out})
+		_, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"echo", "bye"}, Terminal: i%2 == 0},
+			runtime.Streams{Stdout: &out})
 		must(t, err)
 		if strings.TrimSpace(out.String()) != "bye" {
 			t.Fatalf("round %d: %q", i, out.String())
@@ -174,7 +175,10 @@ func TestOutputSurvivesUnreadInput(t *testing.T) {
 
 func TestExecSessions(t *testing.T) {
 	x := newBox(t)
-	id := x.up(with(spec("sleep", "1000"), func(s *runtime.Spec) { s.Env = []string{"A=1", "B=2"}; s.Workdir = "/tmp" }))
+	id := x.up(with(spec("sleep", "1000"), func(s *runtime.Spec) {
+		s.Env = []string{"A=1", "B=2"}
+		s.Workdir = "/tmp"
+	}))
 	var out buffer
 	exit, err := x.Exec(t.Context(), id, runtime.Process{
 		Args: []string{"sh", "-c", "echo $A $B $C; pwd; id -u; cat; echo err >&2; exit 3"},
@@ -185,7 +189,9 @@ func TestExecSessions(t *testing.T) {
 		t.Errorf("%q, exit %d", got, exit)
 	}
 	// A detached one goes on, and what it leaves is swept up later.
-	_, err = x.Exec(t.Context(), id, runtime.Process{Args: []string{"sh", "-c", "echo > /tmp/started; sleep 0.1; echo > /tmp/ended"}, Detach: true}, runtime.Streams{})
+	_, err = x.Exec(t.Context(), id, runtime.Process{Args: []string{
+		"sh", "-c", "echo > /tmp/started; sleep 0.1; echo > /tmp/ended",
+	}, Detach: true}, runtime.Streams{})
 	must(t, err)
 	upper := x.inspect(id).Upper
 	eventually(t, "the detached one ends", func() bool {
@@ -212,7 +218,8 @@ func TestExecSessions(t *testing.T) {
 	eventually(t, "it runs", func() bool { out, _ := x.exec(id, "ps"); return strings.Count(out, "sleep 1000") == 2 })
 	must(t, x.Stop(t.Context(), id, runtime.StopOptions{}))
 	<-done
-	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}}, runtime.Streams{}); !errors.Is(err, fault.ErrState) {
+	if _, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}},
+		runtime.Streams{}); !errors.Is(err, fault.ErrState) {
 		t.Errorf("exec in a stopped one: %v", err)
 	}
 }

@@ -144,12 +144,15 @@ func (b *Backend) filler(ctx context.Context, s runtime.Spec, bundle *specs.Spec
 		return nil, err
 	}
 	defer dir.Close()
-	socket, err := net.ListenUnix("unix", &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d/%s", dir.Fd(), filepath.Base(path))})
+	socket, err := net.ListenUnix("unix", &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d/%s",
+		dir.Fd(), filepath.Base(path))})
 	if err != nil {
 		return nil, err
 	}
 	socket.SetUnlinkOnClose(false)
-	bundle.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: b.box.Wrapper, Args: []string{b.box.Wrapper, fillVerb, path}}}}
+	bundle.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{
+		Path: b.box.Wrapper, Args: []string{b.box.Wrapper, fillVerb, path},
+	}}}
 	f := &filler{socket: socket}
 	f.ended = guard.Start(func() error { return f.serve(ctx, b, s) })
 	return f, nil

@@ -58,7 +58,9 @@ func (c container) taken(m memory, err error) (fixed []string) {
 
 // names reports whether an error has an address in its text, which is in no longer one.
 func names(err error, ip string) bool {
-	words := strings.FieldsFunc(err.Error(), func(r rune) bool { return !strings.ContainsRune("0123456789abcdefABCDEF.:", r) })
+	words := strings.FieldsFunc(err.Error(), func(r rune) bool {
+		return !strings.ContainsRune("0123456789abcdefABCDEF.:", r)
+	})
 	return slices.ContainsFunc(words, func(word string) bool { return sameIP(strings.TrimRight(word, ".:"), ip) })
 }
 
@@ -97,7 +99,8 @@ func (b *Backend) mend(ctx context.Context, c container) (container, error) {
 				Hint: "If that network is gone, make it again: podman network create " + name,
 			}
 		}
-		b.log.Info("network reconnected", "sandbox", c.id(), "network", name, "address", apart[name].Address.IP, "err", err)
+		b.log.Info("network reconnected", "sandbox", c.id(), "network", name, "address",
+			apart[name].Address.IP, "err", err)
 	}
 	return b.look(ctx, c.id())
 }

@@ -92,7 +92,8 @@ func TestFixedAddressTaken(t *testing.T) {
 		if restores {
 			must(t, first.Stage.Put(restore))
 		}
-		if _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); err == nil || !strings.Contains(err.Error(), first.Address) {
+		if _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); err == nil ||
+			!strings.Contains(err.Error(), first.Address) {
 			t.Errorf("it was started with an address that is taken: %v", err)
 		}
 		must(t, first.Stage.Clear())
@@ -170,7 +171,8 @@ func TestApart(t *testing.T) {
 	podman(t, "network", "create", "apart")
 	t.Cleanup(func() { podman(t, "network", "rm", "-f", "apart") })
 	for _, restored := range []bool{false, true} { // once it had been fixed, and is to be given up
-		b := newBox(t, "--network", "apart", "--network-alias", "nick", "--network-alias", "name", "bt", "sh", "-c", forever)
+		b := newBox(t, "--network", "apart", "--network-alias", "nick", "--network-alias", "name",
+			"bt", "sh", "-c", forever)
 		first := b.inspect()
 		restore := stage.Restore{Taken: time.Now()}
 		aliases := func() []string {

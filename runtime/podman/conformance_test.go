@@ -43,7 +43,9 @@ type maker struct {
 const ownLabel = "backendtest.root"
 
 func (m maker) Create(ctx context.Context, s runtime.Spec, _ []string) error {
-	args := []string{"create", "--name", name(s.ID), "--label", ownLabel + "=" + m.root, "--label", "id=" + s.ID, "--pull", "never"}
+	args := []string{
+		"create", "--name", name(s.ID), "--label", ownLabel + "=" + m.root, "--label", "id=" + s.ID, "--pull", "never",
+	}
 	flag := func(name, value string) {
 		if value != "" {
 			args = append(args, name, value)
@@ -56,7 +58,9 @@ func (m maker) Create(ctx context.Context, s runtime.Spec, _ []string) error {
 	flag("--user", s.User)
 	flag("--hostname", s.Hostname)
 	flag("--stop-signal", s.StopSignal)
-	for name, on := range map[string]bool{"--tty": s.Terminal, "--interactive": s.OpenStdin, "--read-only": s.ReadOnly} {
+	for name, on := range map[string]bool{
+		"--tty": s.Terminal, "--interactive": s.OpenStdin, "--read-only": s.ReadOnly,
+	} {
 		if on {
 			args = append(args, name)
 		}
@@ -192,7 +196,9 @@ func TestConformance(t *testing.T) {
 	// the backend itself, or about what a restore relies on.
 	needless := maps.Clone(needless)
 	if !thorough.Asked() {
-		for _, group := range []string{"attach/", "exec/", "files/", "kill/", "logs/", "mount/", "streams/", "terminal/"} {
+		for _, group := range []string{
+			"attach/", "exec/", "files/", "kill/", "logs/", "mount/", "streams/", "terminal/",
+		} {
 			needless[group] = later
 		}
 		delete(needless, "wait/exit codes")

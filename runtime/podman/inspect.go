@@ -147,7 +147,8 @@ func (b *Backend) told(ctx context.Context, ref string) (container, error) {
 		return container{}, err
 	}
 	if len(all) != 1 || len(all[0].ID) < idLen || !record.IsID(all[0].id()) {
-		return container{}, fmt.Errorf("podman inspect of %s told of %d containers: %w", ref, len(all), fault.ErrUnsupported)
+		return container{}, fmt.Errorf("podman inspect of %s told of %d containers: %w", ref,
+			len(all), fault.ErrUnsupported)
 	}
 	c := all[0]
 	c.status, err = c.state()
@@ -229,7 +230,8 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 	}
 	out := runtime.Container{
 		Status: c.status, Started: c.State.StartedAt, Address: c.address(),
-		Stage: stage.Slot{Run: b.run, ID: c.ID}, AutoRemove: c.HostConfig.AutoRemove, Managed: b.managed(c), Fresh: c.fresh(),
+		Stage: stage.Slot{Run: b.run, ID: c.ID}, AutoRemove: c.HostConfig.AutoRemove,
+		Managed: b.managed(c), Fresh: c.fresh(),
 	}
 	if err := b.noteManaged(c); err != nil {
 		b.log.Warn("Podman's files of the container not recorded", "sandbox", id, "err", err)
@@ -266,14 +268,16 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 func (c container) layers() (upper string, lower []string, err error) {
 	if c.Rootfs != "" {
 		return "", nil, &fault.Error{
-			Err:  fmt.Errorf("container %s runs on the directory %s itself (--rootfs): %w", c.Name, c.Rootfs, fault.ErrUnsupported),
+			Err: fmt.Errorf("container %s runs on the directory %s itself (--rootfs): %w", c.Name,
+				c.Rootfs, fault.ErrUnsupported),
 			Hint: "Run it with --rootfs " + c.Rootfs + ":O, or from an image: podman import.",
 		}
 	}
 	upper = c.GraphDriver.Data["UpperDir"]
 	if c.GraphDriver.Name != "overlay" || upper == "" {
 		return "", nil, &fault.Error{
-			Err:  fmt.Errorf("container %s is on Podman's storage driver %q, which has no upperdir: %w", c.Name, cmp.Or(c.GraphDriver.Name, c.Driver), fault.ErrUnsupported),
+			Err: fmt.Errorf("container %s is on Podman's storage driver %q, which has no upperdir: %w", c.Name,
+				cmp.Or(c.GraphDriver.Name, c.Driver), fault.ErrUnsupported),
 			Hint: `Set driver = "overlay" in storage.conf and make the container again.`,
 		}
 	}
@@ -284,7 +288,9 @@ func (c container) layers() (upper string, lower []string, err error) {
 // filesystem; told reports whether Podman listed any.
 func (c container) managed() (files map[string]string, told bool) {
 	files = map[string]string{}
-	for target, source := range map[string]string{"/etc/hosts": c.HostsPath, "/etc/resolv.conf": c.ResolvConfPath, "/etc/hostname": c.HostnamePath} {
+	for target, source := range map[string]string{
+		"/etc/hosts": c.HostsPath, "/etc/resolv.conf": c.ResolvConfPath, "/etc/hostname": c.HostnamePath,
+	} {
 		hidden := slices.ContainsFunc(c.Mounts, func(m mount) bool {
 			at := path.Clean(m.Destination)
 			return at == target || at == "/etc"
@@ -342,7 +348,8 @@ func (b *Backend) program(ctx context.Context, c container) (string, error) {
 		return path, nil
 	}
 	return "", &fault.Error{
-		Err:  fmt.Errorf("container %s was made with the OCI runtime %q, which Podman does not know any more: %w", c.Name, c.OCIRuntime, errors.Join(fault.ErrUnsupported, err)),
+		Err: fmt.Errorf("container %s was made with the OCI runtime %q, which Podman does not know any more: %w",
+			c.Name, c.OCIRuntime, errors.Join(fault.ErrUnsupported, err)),
 		Hint: "Register it again in containers.conf; agentbox's own: agentbox setup podman.",
 	}
 }
@@ -351,7 +358,8 @@ func (b *Backend) program(ctx context.Context, c container) (string, error) {
 func (c container) runtime(program string) criu.Runtime {
 	rt := criu.Runtime{Binary: program, ID: c.ID}
 	roots := []string{"/run/runc", "/run/crun"}
-	if args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", c.State.ConmonPid)); err == nil && c.State.ConmonPid > 0 {
+	if args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", c.State.ConmonPid)); err == nil &&
+		c.State.ConmonPid > 0 {
 		// Podman has flags for the runtime of its own (--runtime-flag), which
 		// it passes on by conmon's --runtime-arg.
 		words := strings.Split(string(args), "\x00")
@@ -393,7 +401,8 @@ func (c container) runtime(program string) criu.Runtime {
 // obstacle says why a start does not restore processes.
 func (c container) obstacle(program string) (why, remedy string) {
 	if !wraps(program) {
-		return fmt.Sprintf("container %s runs under the OCI runtime %s, and only agentbox-runtime restores", c.Name, program),
+		return fmt.Sprintf("container %s runs under the OCI runtime %s, and only agentbox-runtime restores", c.Name,
+				program),
 			fmt.Sprintf("Make it again under agentbox-runtime: podman run --runtime agentbox --name %s ... (once before: agentbox setup podman).", c.Name)
 	}
 	if c.sharesNetwork() {
@@ -423,17 +432,21 @@ func (b *Backend) Adopt(ctx context.Context, ref string) (runtime.Spec, error) {
 		return runtime.Spec{}, err
 	}
 	if c.IsInfra {
-		return runtime.Spec{}, fmt.Errorf("container %s holds the namespaces of a pod and nothing else: %w", c.Name, fault.ErrUnsupported)
+		return runtime.Spec{}, fmt.Errorf("container %s holds the namespaces of a pod and nothing else: %w",
+			c.Name, fault.ErrUnsupported)
 	}
 	s := runtime.Spec{
-		ID: c.id(), Name: c.Name, Image: cmp.Or(c.ImageName, c.Rootfs), ImageDigest: cmp.Or(c.ImageDigest, prefixed(c.Image)),
-		Args: append([]string{c.Path}, c.Args...), Env: c.Config.Env, Workdir: path.Clean("/" + c.Config.WorkingDir), User: c.Config.User,
+		ID: c.id(), Name: c.Name, Image: cmp.Or(c.ImageName, c.Rootfs),
+		ImageDigest: cmp.Or(c.ImageDigest, prefixed(c.Image)),
+		Args:        append([]string{c.Path}, c.Args...), Env: c.Config.Env,
+		Workdir: path.Clean("/" + c.Config.WorkingDir), User: c.Config.User,
 		Hostname: c.Config.Hostname, Terminal: c.Config.Tty, OpenStdin: c.Config.OpenStdin, Init: c.HostConfig.Init,
 		ReadOnly: c.HostConfig.ReadonlyRootfs, AutoRemove: c.HostConfig.AutoRemove, StopSignal: c.stopSignal(),
 		Labels:  c.Config.Labels,
 		Network: runtime.Network{Mode: c.networkMode(), Ports: c.ports()},
 		Resources: runtime.Resources{
-			Memory: c.HostConfig.Memory, CPUs: float64(c.HostConfig.NanoCpus) / 1e9, Pids: max(c.HostConfig.PidsLimit, 0),
+			Memory: c.HostConfig.Memory, CPUs: float64(c.HostConfig.NanoCpus) / 1e9,
+			Pids: max(c.HostConfig.PidsLimit, 0),
 		},
 		Adopted: true, Backend: "podman",
 	}
@@ -495,7 +508,9 @@ func (c container) ports() (ports []runtime.Port) {
 			if ip, err := netip.ParseAddr(at.HostIp); err == nil && ip.IsUnspecified() {
 				at.HostIp = ""
 			}
-			ports = append(ports, runtime.Port{HostIP: at.HostIp, Host: uint16(from), Sandbox: uint16(to), Protocol: cmp.Or(proto, "tcp")})
+			ports = append(ports, runtime.Port{
+				HostIP: at.HostIp, Host: uint16(from), Sandbox: uint16(to), Protocol: cmp.Or(proto, "tcp"),
+			})
 		}
 	}
 	slices.SortFunc(ports, func(a, b runtime.Port) int { return int(a.Host) - int(b.Host) })

@@ -46,7 +46,9 @@ func (b *Backend) Logs(ctx context.Context, id string, opts runtime.LogOptions, 
 	})
 }
 
-func (b *Backend) podmanLogs(ctx context.Context, c container, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+func (b *Backend) podmanLogs(
+	ctx context.Context, c container, opts runtime.LogOptions, stdout, stderr io.Writer,
+) error {
 	args := []string{"logs"}
 	if opts.Follow {
 		args = append(args, "--follow")

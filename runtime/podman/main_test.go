@@ -62,7 +62,9 @@ func outside() int {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.Env = append(os.Environ(), within+"=1")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL,
+	}
 	err := cmd.Run()
 	groups, _ := filepath.Glob("/sys/fs/cgroup/*/libpod_parent")
 	more, _ := filepath.Glob("/sys/fs/cgroup/libpod_parent")
@@ -92,7 +94,9 @@ func prepare() error {
 	}
 	// In memory, its storage and what the tests make, too: each command of
 	// Podman's waits for the disk several times.
-	for _, d := range []string{dir, "/run", "/dev/shm", "/var/lib/cni", "/var/lib/containers", "/etc/containers", "/etc/cni"} {
+	for _, d := range []string{
+		dir, "/run", "/dev/shm", "/var/lib/cni", "/var/lib/containers", "/etc/containers", "/etc/cni",
+	} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			return err
 		}
@@ -218,7 +222,9 @@ func reboot(t *testing.T) {
 	for _, f := range append(netns, "/run/netns") {
 		_ = unix.Unmount(f, unix.MNT_DETACH)
 	}
-	for _, gone := range []string{"/run/containers", "/run/libpod", "/run/runc", "/run/netns", "/run/agentbox", "/dev/shm/libpod_lock"} {
+	for _, gone := range []string{
+		"/run/containers", "/run/libpod", "/run/runc", "/run/netns", "/run/agentbox", "/dev/shm/libpod_lock",
+	} {
 		must(t, os.RemoveAll(gone))
 	}
 }

@@ -20,7 +20,10 @@ func TestNotesTogether(t *testing.T) {
 		all.Go(func() {
 			b := &Backend{root: root, log: slog.New(slog.NewTextHandler(io.Discard, nil))}
 			for j := range each {
-				now := addresses{Since: time.Unix(int64(i*each+j), 0), Networks: map[string]address{"net": {IP: fmt.Sprintf("10.0.%d.%d", i, j)}}}
+				now := addresses{
+					Since:    time.Unix(int64(i*each+j), 0),
+					Networks: map[string]address{"net": {IP: fmt.Sprintf("10.0.%d.%d", i, j)}},
+				}
 				if err := b.note(id, func(m *memory) bool { return m.add(now) }); err != nil {
 					t.Error(err)
 				}

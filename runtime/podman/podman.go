@@ -120,7 +120,9 @@ func (b *Backend) command(ctx context.Context, args ...string) (*exec.Cmd, error
 	if program == "" {
 		var err error
 		if program, err = host.Find("podman", nil); err != nil {
-			return nil, &fault.Error{Err: fmt.Errorf("podman: %w: %w", fault.ErrUnsupported, err), Hint: "Install podman."}
+			return nil, &fault.Error{
+				Err: fmt.Errorf("podman: %w: %w", fault.ErrUnsupported, err), Hint: "Install podman.",
+			}
 		}
 	}
 	cmd := exec.CommandContext(ctx, program, args...)
@@ -205,7 +207,9 @@ func commandError(args []string, err error) error {
 	}
 	switch {
 	case notFound().MatchString(r.said):
-		return &runtime.ExecError{Command: name, Code: 127, Err: fmt.Errorf("%s: not found in the container: %w", name, err)}
+		return &runtime.ExecError{
+			Command: name, Code: 127, Err: fmt.Errorf("%s: not found in the container: %w", name, err),
+		}
 	case r.exit == 126 || notExecutable().MatchString(r.said):
 		return &runtime.ExecError{Command: name, Code: 126, Err: fmt.Errorf("%s: cannot be executed: %w", name, err)}
 	}

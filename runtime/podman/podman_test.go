@@ -21,31 +21,43 @@ const forever = "while :; do sleep 0.05; done"
 
 func TestAdopt(t *testing.T) {
 	volume := t.TempDir()
-	b := newBox(t, "--name", "adopted", "-p", "127.0.0.1:18081:80/udp", "-p", "18080:80", "-v", volume+":/data:ro", "-v", "named:/named", "--tmpfs", "/scratch:size=1m",
-		"--label", "a=b", "--memory", "64m", "--pids-limit", "50", "--user", "1000", "--hostname", "h", "--stop-signal", "SIGUSR1", "-i", "-e", "X=1", "bt", "sh", "-c", forever)
+	b := newBox(t, "--name", "adopted", "-p", "127.0.0.1:18081:80/udp", "-p", "18080:80", "-v", volume+":/data:ro",
+		"-v", "named:/named", "--tmpfs", "/scratch:size=1m",
+		"--label", "a=b", "--memory", "64m", "--pids-limit", "50", "--user", "1000", "--hostname", "h", "--stop-signal",
+		"SIGUSR1", "-i", "-e", "X=1", "bt", "sh", "-c", forever)
 	t.Cleanup(func() { podman(t, "volume", "rm", "-f", "named") })
 	long := podman(t, "inspect", "--format", "{{.Id}}", "adopted")
 	for _, ref := range []string{"adopted", long, long[:12]} {
 		s, err := b.Adopt(b.ctx, ref)
 		must(t, err)
-		if s.ID != long[:32] || s.Name != "adopted" || !s.Adopted || s.Backend != "podman" || !strings.HasPrefix(s.ImageDigest, "sha256:") {
+		if s.ID != long[:32] || s.Name != "adopted" || !s.Adopted || s.Backend != "podman" ||
+			!strings.HasPrefix(s.ImageDigest, "sha256:") {
 			t.Errorf("Adopt(%s) = %+v", ref, s)
 		}
-		if !slices.Equal(s.Args, []string{"sh", "-c", forever}) || !slices.Contains(s.Env, "X=1") || s.User != "1000" || s.Hostname != "h" || !slices.Contains([]string{"10", "SIGUSR1"}, s.StopSignal) || !s.OpenStdin || s.Labels["a"] != "b" {
+		if !slices.Equal(s.Args, []string{"sh", "-c", forever}) || !slices.Contains(s.Env, "X=1") || s.User != "1000" ||
+			s.Hostname != "h" || !slices.Contains([]string{"10", "SIGUSR1"}, s.StopSignal) ||
+			!s.OpenStdin || s.Labels["a"] != "b" {
 			t.Errorf("Adopt(%s) = %+v", ref, s)
 		}
 		if s.Resources.Memory != 64<<20 || s.Resources.Pids != 50 || s.Network.Mode != runtime.NetworkBridge {
 			t.Errorf("%+v %+v", s.Resources, s.Network)
 		}
-		if want := []runtime.Port{{Host: 18080, Sandbox: 80, Protocol: "tcp"}, {HostIP: "127.0.0.1", Host: 18081, Sandbox: 80, Protocol: "udp"}}; !slices.Equal(s.Network.Ports, want) {
+		if want := []runtime.Port{
+			{Host: 18080, Sandbox: 80, Protocol: "tcp"},
+			{HostIP: "127.0.0.1", Host: 18081, Sandbox: 80, Protocol: "udp"},
+		}; !slices.Equal(s.Network.Ports, want) {
 			t.Errorf("ports %+v, want %+v", s.Network.Ports, want)
 		}
-		if len(s.Mounts) != 3 || s.Mounts[0].Source != volume || !s.Mounts[0].ReadOnly || s.Mounts[1].Type != "volume" || s.Mounts[1].Source != "named" || s.Mounts[2].Type != "tmpfs" || s.Mounts[2].Target != "/scratch" {
+		if len(s.Mounts) != 3 || s.Mounts[0].Source != volume || !s.Mounts[0].ReadOnly ||
+			s.Mounts[1].Type != "volume" || s.Mounts[1].Source != "named" || s.Mounts[2].Type != "tmpfs" ||
+			s.Mounts[2].Target != "/scratch" {
 			t.Errorf("mounts %+v", s.Mounts)
 		}
 	}
 	c := b.inspect()
-	if c.Status != runtime.Running || c.Pid == 0 || c.Address == "" || c.NoRestore != "" || c.EmptyNetwork || c.AutoRemove || c.Stage.ID != long || c.Runtime.ID != long || c.Runtime.Root != "/run/runc" || filepath.Base(c.Runtime.Binary) != "runc" {
+	if c.Status != runtime.Running || c.Pid == 0 || c.Address == "" || c.NoRestore != "" || c.EmptyNetwork ||
+		c.AutoRemove || c.Stage.ID != long || c.Runtime.ID != long || c.Runtime.Root != "/run/runc" ||
+		filepath.Base(c.Runtime.Binary) != "runc" {
 		t.Errorf("%+v", c)
 	}
 	for _, path := range []string{"/etc/hosts", "/etc/resolv.conf", "/etc/hostname"} {
@@ -98,7 +110,8 @@ func TestRefused(t *testing.T) {
 		t.Errorf("an OCI runtime that is gone: %v", err)
 	}
 	plain := container{Name: "x"}
-	if why, remedy := plain.obstacle("/usr/sbin/runc"); why == "" || !strings.Contains(remedy, "agentbox setup podman") {
+	if why, remedy := plain.obstacle("/usr/sbin/runc"); why == "" ||
+		!strings.Contains(remedy, "agentbox setup podman") {
 		t.Errorf("plain runc: %q, %q", why, remedy)
 	}
 	if why, _ := plain.obstacle("/x/agentbox-runtime"); why != "" {
@@ -131,7 +144,8 @@ func TestManaged(t *testing.T) {
 		t.Errorf("the first process has WHO=%s", got)
 	}
 	var out bytes.Buffer
-	if code, err := b.Exec(b.ctx, b.id, runtime.Process{Args: []string{"sh", "-c", "echo $WHO"}}, runtime.Streams{Stdout: &out}); code != 0 || err != nil || out.String() != "me\n" {
+	if code, err := b.Exec(b.ctx, b.id, runtime.Process{Args: []string{"sh", "-c", "echo $WHO"}},
+		runtime.Streams{Stdout: &out}); code != 0 || err != nil || out.String() != "me\n" {
 		t.Errorf("Exec has WHO=%s, %d, %v", out.String(), code, err)
 	}
 	// Podman's own start is Podman's own.
@@ -150,13 +164,15 @@ func TestFailedRestore(t *testing.T) {
 	c := b.inspect()
 	images := t.TempDir()
 	must(t, os.WriteFile(filepath.Join(images, "inventory.img"), []byte("not an image"), 0o600))
-	must(t, os.WriteFile(filepath.Join(images, "descriptors.json"), []byte(`["/dev/null","/dev/null","/dev/null"]`), 0o600))
+	must(t, os.WriteFile(filepath.Join(images, "descriptors.json"),
+		[]byte(`["/dev/null","/dev/null","/dev/null"]`), 0o600))
 	must(t, c.Stage.Put(stage.Restore{Images: images, Work: t.TempDir()}))
 	for _, start := range []func() error{
 		func() error { _, err := b.Start(b.ctx, b.id, runtime.StartOptions{}); return err },
 		func() error { return b.do(b.ctx, "start", b.id) },
 	} {
-		if err := start(); err == nil || !strings.Contains(err.Error(), "restore of") || !strings.Contains(err.Error(), "damaged") {
+		if err := start(); err == nil || !strings.Contains(err.Error(), "restore of") ||
+			!strings.Contains(err.Error(), "damaged") {
 			t.Errorf("start: %v", err)
 		}
 		if c := b.inspect(); c.Status == runtime.Running {
@@ -213,7 +229,8 @@ func TestKernelKnows(t *testing.T) {
 	if got := b.inspect().Status; got != runtime.Paused {
 		t.Errorf("frozen by the OCI runtime it is %s", got)
 	}
-	if _, err := b.Exec(b.ctx, b.id, runtime.Process{Args: []string{"true"}}, runtime.Streams{}); !errors.Is(err, fault.ErrState) {
+	if _, err := b.Exec(b.ctx, b.id, runtime.Process{Args: []string{"true"}},
+		runtime.Streams{}); !errors.Is(err, fault.ErrState) {
 		t.Errorf("Exec: %v", err)
 	}
 	must(t, b.Pause(b.ctx, b.id))
@@ -252,7 +269,9 @@ func TestAddressesInTime(t *testing.T) {
 		{Since: at, Networks: map[string]address{"n": {IP: "1"}}},
 		{Since: at.Add(time.Minute), Networks: map[string]address{"n": {IP: "2"}}},
 	}}
-	for after, want := range map[time.Duration]string{-time.Second: "", 0: "1", 59 * time.Second: "1", time.Minute: "2", time.Hour: "2"} {
+	for after, want := range map[time.Duration]string{
+		-time.Second: "", 0: "1", 59 * time.Second: "1", time.Minute: "2", time.Hour: "2",
+	} {
 		if got := m.at(at.Add(after))["n"].IP; got != want {
 			t.Errorf("%v after the start the address was %q, want %q", after, got, want)
 		}

@@ -17,7 +17,8 @@ func TestManagedAfterReboot(t *testing.T) {
 	podman(t, "create", "--name", "new", "bt", "true")
 	t.Cleanup(func() { podman(t, "rm", "new") })
 	before := b.inspect()
-	if got := slices.Sorted(maps.Keys(before.Managed)); !slices.Equal(got, []string{"/etc/hostname", "/etc/hosts", "/etc/resolv.conf"}) {
+	if got := slices.Sorted(maps.Keys(before.Managed)); !slices.Equal(got,
+		[]string{"/etc/hostname", "/etc/hosts", "/etc/resolv.conf"}) {
 		t.Fatalf("managed: %v", before.Managed)
 	}
 	must(t, b.Stop(b.ctx, b.id, runtime.StopOptions{}))

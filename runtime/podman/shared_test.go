@@ -56,7 +56,9 @@ func TestOwnUsers(t *testing.T) {
 	if !strings.Contains(c.NoRestore, "user namespace") || !strings.Contains(c.Remedy, "--userns") {
 		t.Errorf("NoRestore %q, %q", c.NoRestore, c.Remedy)
 	}
-	for mode, restores := range map[string]bool{"": true, "host": true, "private": false, "container:x": false, "ns:/x": false} {
+	for mode, restores := range map[string]bool{
+		"": true, "host": true, "private": false, "container:x": false, "ns:/x": false,
+	} {
 		c := container{Name: "x"}
 		c.HostConfig.UsernsMode = mode
 		if why, _ := c.obstacle("/x/agentbox-runtime"); (why == "") != restores {

@@ -99,7 +99,9 @@ func (b *Backend) Start(ctx context.Context, id string, opts runtime.StartOption
 }
 
 // begin starts a container with what s asks for.
-func (b *Backend) begin(ctx context.Context, c container, program string, s stage.Start, ends *runtime.Streams, wait *func() error) (err error) {
+func (b *Backend) begin(
+	ctx context.Context, c container, program string, s stage.Start, ends *runtime.Streams, wait *func() error,
+) (err error) {
 	inPlace := s.Files
 	if wraps(program) {
 		inPlace = nil
@@ -148,7 +150,9 @@ func (b *Backend) begin(ctx context.Context, c container, program string, s stag
 // changed returns the managed files that the coming start is to leave as they are: those
 // changed since Podman made them, by the sandbox or a restore, and for a restore all of
 // them, for its processes know them so.
-func (c container) changed(managed map[string]string, m memory, all bool) (paths []string, files []stage.File, err error) {
+func (c container) changed(
+	managed map[string]string, m memory, all bool,
+) (paths []string, files []stage.File, err error) {
 	if c.State.StartedAt.IsZero() {
 		return nil, nil, nil
 	}
@@ -161,7 +165,8 @@ func (c container) changed(managed map[string]string, m memory, all bool) (paths
 			return nil, nil, fmt.Errorf("read %s: %w", path, err)
 		}
 		// Podman makes them before the start, never after.
-		if ours := m.Started.Equal(c.State.StartedAt) && slices.Contains(m.Kept, path); ours || changed.After(c.State.StartedAt) {
+		if ours := m.Started.Equal(c.State.StartedAt) && slices.Contains(m.Kept, path); ours ||
+			changed.After(c.State.StartedAt) {
 			paths = append(paths, path)
 		} else if !all {
 			continue

@@ -41,7 +41,9 @@ func (b *Backend) volumes(ctx context.Context, c container) (list []runtime.Volu
 	for _, v := range all {
 		at := slices.IndexFunc(c.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == v.Name })
 		// A part of a volume is not at the path that its data has.
-		part := slices.ContainsFunc(c.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == v.Name && m.SubPath != "" })
+		part := slices.ContainsFunc(c.Mounts, func(m mount) bool {
+			return m.Type == "volume" && m.Name == v.Name && m.SubPath != ""
+		})
 		if at >= 0 && v.Driver == "local" && v.Mountpoint != "" && len(v.Options) == 0 && !part {
 			list = append(list, runtime.Volume{Name: v.Name, Path: v.Mountpoint, Target: c.Mounts[at].Destination})
 		}
@@ -58,7 +60,9 @@ func (b *Backend) VolumeUsers(ctx context.Context, id string, of []runtime.Volum
 	users := map[string][]string{}
 	for _, v := range of {
 		for _, o := range others {
-			if slices.ContainsFunc(o.Mounts, func(m mount) bool { return m.Type == "volume" && m.Name == v.Name || v.ReachedBy(m.Source, m.RW) }) {
+			if slices.ContainsFunc(o.Mounts, func(m mount) bool {
+				return m.Type == "volume" && m.Name == v.Name || v.ReachedBy(m.Source, m.RW)
+			}) {
 				users[v.Name] = append(users[v.Name], o.Name)
 			}
 		}

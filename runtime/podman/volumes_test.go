@@ -15,7 +15,8 @@ func TestVolumes(t *testing.T) {
 	source := t.TempDir()
 	podman(t, "volume", "create", "-o", "type=none", "-o", "o=bind", "-o", "device="+source, "elsewhere")
 	t.Cleanup(func() { podman(t, "volume", "rm", "-f", "named", "elsewhere") })
-	b := newBox(t, "-v", "named:/data", "-v", "named:/again", "-v", "elsewhere:/elsewhere", "-v", "/anonymous", "-v", source+":/bound", "bt", "sh", "-c", "echo mine > /data/f; "+forever)
+	b := newBox(t, "-v", "named:/data", "-v", "named:/again", "-v", "elsewhere:/elsewhere", "-v", "/anonymous", "-v",
+		source+":/bound", "bt", "sh", "-c", "echo mine > /data/f; "+forever)
 	find := func(is func(runtime.Volume) bool) runtime.Volume {
 		t.Helper()
 		list := b.inspect().Volumes

@@ -121,8 +121,9 @@ func withoutCgroups(root *os.Root, mounts []string) (notes []string, err error) 
 				which = append(which, r.GetName())
 			}
 			e.Reg = &regfile.RegFileEntry{
-				Id: r.Id, Flags: r.Flags, Pos: proto.Uint64(0), Fown: r.Fown, Name: proto.String("/dev/null"), MntId: proto.Int32(dev),
-				Mode: proto.Uint32(unix.S_IFCHR | 0o666),
+				Id: r.Id, Flags: r.Flags, Pos: proto.Uint64(0), Fown: r.Fown, Name: proto.String("/dev/null"),
+				MntId: proto.Int32(dev),
+				Mode:  proto.Uint32(unix.S_IFCHR | 0o666),
 			}
 		}
 		all = append(all, e)
@@ -132,7 +133,8 @@ func withoutCgroups(root *os.Root, mounts []string) (notes []string, err error) 
 		return nil, err
 	}
 	slices.Sort(which)
-	notes = []string{fmt.Sprintf("Processes have %q open, of their control group; restored, they have /dev/null there.", which)}
+	notes = []string{fmt.Sprintf("Processes have %q open, of their control group; restored, they have /dev/null there.",
+		which)}
 	return notes, replaceImage(root, "files.img", magicFiles, all)
 }
 
@@ -183,7 +185,8 @@ func rootMode(dir string) (mode uint32, ok bool, err error) {
 		if err := proto.Unmarshal(data, &e); err != nil {
 			return err
 		}
-		if r := e.GetReg(); r != nil && (r.GetName() == "/" || r.GetName() == ".") && r.GetMode()&unix.S_IFMT == unix.S_IFDIR {
+		if r := e.GetReg(); r != nil && (r.GetName() == "/" || r.GetName() == ".") &&
+			r.GetMode()&unix.S_IFMT == unix.S_IFDIR {
 			mode, ok = r.GetMode()&0o7777, true
 		}
 		return nil
@@ -201,7 +204,9 @@ func adaptMounts(root *os.Root, name string, shm *os.File, used map[int32]bool) 
 		}
 		target := e.GetMountpoint()
 		drop := dropped(target) || e.GetFstype() == uint32(mnt.Fstype_CGROUP) ||
-			target == "/sys/fs/cgroup" && slices.Contains([]uint32{uint32(mnt.Fstype_TMPFS), uint32(mnt.Fstype_CGROUP2)}, e.GetFstype())
+			target == "/sys/fs/cgroup" && slices.Contains([]uint32{
+				uint32(mnt.Fstype_TMPFS), uint32(mnt.Fstype_CGROUP2),
+			}, e.GetFstype())
 		switch {
 		case drop && used[int32(e.GetMntId())]:
 			notes = append(notes, fmt.Sprintf("A process has a file of %s open, which a sandbox does not have: it cannot be restored.", target))
@@ -272,7 +277,8 @@ func adaptNetwork(root *os.Root) error {
 	if err != nil || id == 0 {
 		return err
 	}
-	return replaceImage(root, fmt.Sprintf("netns-%d.img", id), magicNetns, []proto.Message{&netdev.NetnsEntry{ExtKey: proto.String(externalNetns)}})
+	return replaceImage(root, fmt.Sprintf("netns-%d.img", id), magicNetns,
+		[]proto.Message{&netdev.NetnsEntry{ExtKey: proto.String(externalNetns)}})
 }
 
 // eachEntry calls fn for the entries of an image; one that is not there has none.
@@ -296,7 +302,8 @@ func entriesOf(name string, data []byte, magic uint32, fn func(data []byte) erro
 	if len(data) > maxImageFile {
 		return corrupt("%s is longer than %d bytes", name, maxImageFile)
 	}
-	if len(data) < 8 || binary.LittleEndian.Uint32(data) != magicCommon || binary.LittleEndian.Uint32(data[4:]) != magic {
+	if len(data) < 8 || binary.LittleEndian.Uint32(data) != magicCommon ||
+		binary.LittleEndian.Uint32(data[4:]) != magic {
 		return corrupt("%s is not such an image", name)
 	}
 	for data = data[8:]; len(data) > 0; {

@@ -152,7 +152,8 @@ func checkCredentials(name string, e *criucore.CoreEntry) error {
 				may = grantable
 			}
 			if word&^may != 0 {
-				return denied("%s has the capabilities %#x, which a container does not get", name, uint64(word&^may)<<(32*i))
+				return denied("%s has the capabilities %#x, which a container does not get", name,
+					uint64(word&^may)<<(32*i))
 			}
 		}
 	}

@@ -91,7 +91,8 @@ func pack(w io.Writer, opts Options) (io.WriteCloser, error) {
 	switch opts.Compress {
 	case "", Zstd:
 		// With one thread the cut into blocks, and so the bytes, depend on nothing else.
-		z, err := zstd.NewWriter(w, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(zstd.SpeedDefault), zstd.WithWindowSize(4<<20), zstd.WithEncoderCRC(true))
+		z, err := zstd.NewWriter(w, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(zstd.SpeedDefault),
+			zstd.WithWindowSize(4<<20), zstd.WithEncoderCRC(true))
 		if err != nil {
 			return nil, err
 		}
@@ -185,7 +186,9 @@ func (x *exporter) member(name string, size int64) error {
 	if err := x.ctx.Err(); err != nil {
 		return context.Cause(x.ctx)
 	}
-	h := &tar.Header{Typeflag: tar.TypeReg, Name: name, Size: size, Mode: 0o600, ModTime: x.m.Created.UTC().Truncate(time.Second)}
+	h := &tar.Header{
+		Typeflag: tar.TypeReg, Name: name, Size: size, Mode: 0o600, ModTime: x.m.Created.UTC().Truncate(time.Second),
+	}
 	if strings.HasSuffix(name, "/") {
 		h.Typeflag, h.Mode = tar.TypeDir, 0o700
 	}

@@ -38,7 +38,8 @@ func parseConfig(data []byte) (*container, error) {
 		return nil, corrupt("%s: %d volumes", configName, len(c.NamedVolumes))
 	}
 	for i, v := range c.NamedVolumes {
-		if !plain(v.Name) || !printable(v.Name, "/") || !path.IsAbs(v.Dest) || slices.ContainsFunc(c.NamedVolumes[:i], func(o namedVolume) bool { return o.Name == v.Name }) {
+		if !plain(v.Name) || !printable(v.Name, "/") || !path.IsAbs(v.Dest) ||
+			slices.ContainsFunc(c.NamedVolumes[:i], func(o namedVolume) bool { return o.Name == v.Name }) {
 			return nil, corrupt("%s: volume %.64q at %.64q", configName, v.Name, v.Dest)
 		}
 	}
@@ -92,7 +93,8 @@ func printable(s, not string) bool {
 func facts(c *container, s *specs.Spec) Facts {
 	f := Facts{
 		ID: c.ID, Name: c.Name, Image: c.RootfsImageName, Created: c.CreatedTime, Runtime: c.OCIRuntime,
-		Args: s.Process.Args, Env: s.Process.Env, Workdir: path.Clean(s.Process.Cwd), Hostname: s.Hostname, Terminal: s.Process.Terminal,
+		Args: s.Process.Args, Env: s.Process.Env, Workdir: path.Clean(s.Process.Cwd), Hostname: s.Hostname,
+		Terminal:  s.Process.Terminal,
 		User:      fmt.Sprintf("%d:%d", s.Process.User.UID, s.Process.User.GID),
 		OpenStdin: c.Stdin, ReadOnly: s.Root != nil && s.Root.Readonly, Labels: c.Labels, Network: "bridge",
 	}
@@ -160,7 +162,10 @@ func facts(c *container, s *specs.Spec) Facts {
 		if slices.Contains(standardTargets, target) {
 			continue
 		}
-		out := Mount{Type: m.Type, Source: m.Source, Target: target, Options: m.Options, ReadOnly: slices.Contains(m.Options, "ro")}
+		out := Mount{
+			Type: m.Type, Source: m.Source, Target: target, Options: m.Options,
+			ReadOnly: slices.Contains(m.Options, "ro"),
+		}
 		if name, ok := volumes[target]; ok {
 			out.Type, out.Source = "volume", name
 		}

@@ -17,9 +17,12 @@ import (
 
 // points are all of the package, in the order of an export and an import.
 var points = []string{
-	"portable.export.begin", "portable.export.after-facts", "portable.export.after-files", "portable.export.after-images", "portable.export.before-end",
-	"portable.import.after-facts", "portable.import.after-trees", "portable.import.after-files", "portable.import.before-image",
-	"portable.import.after-mounts", "portable.import.after-images", "portable.import.before-put", "portable.import.after-put",
+	"portable.export.begin", "portable.export.after-facts", "portable.export.after-files",
+	"portable.export.after-images", "portable.export.before-end",
+	"portable.import.after-facts", "portable.import.after-trees", "portable.import.after-files",
+	"portable.import.before-image",
+	"portable.import.after-mounts", "portable.import.after-images", "portable.import.before-put",
+	"portable.import.after-put",
 }
 
 func TestFailpointsListed(t *testing.T) {

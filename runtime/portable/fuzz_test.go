@@ -75,7 +75,10 @@ func FuzzArchive(f *testing.F) {
 }
 
 func FuzzDeleted(f *testing.F) {
-	for _, seed := range []string{`["/del","/dir"]`, `["/../../etc"]`, `["etc"]`, `["/"]`, `["/a/./b"]`, `["/a","/a"]`, `{"a":1}`, `null`, `["/\u0000"]`, "[]", `["/b","/a/x","/a"]`} {
+	for _, seed := range []string{
+		`["/del","/dir"]`, `["/../../etc"]`, `["etc"]`, `["/"]`, `["/a/./b"]`, `["/a","/a"]`, `{"a":1}`, `null`,
+		`["/\u0000"]`, "[]", `["/b","/a/x","/a"]`,
+	} {
 		f.Add([]byte(seed))
 	}
 	f.Fuzz(func(t *testing.T, data []byte) {
@@ -87,7 +90,9 @@ func FuzzDeleted(f *testing.F) {
 			return
 		}
 		for i, p := range list {
-			if p == "" || p[0] == '/' || slices.ContainsFunc(strings.Split(p, "/"), func(s string) bool { return s == "" || s == "." || s == ".." }) {
+			if p == "" || p[0] == '/' || slices.ContainsFunc(strings.Split(p, "/"), func(s string) bool {
+				return s == "" || s == "." || s == ".."
+			}) {
 				t.Errorf("%q leads elsewhere", p)
 			}
 			if i > 0 && overlay.ComparePaths(list[i-1], p) >= 0 {
@@ -162,7 +167,8 @@ func FuzzManifest(f *testing.F) {
 			t.Errorf("a total of %d", m.total())
 		}
 		for i := range m.trees() {
-			if strings.Contains(m.archive(i), "..") && !strings.HasPrefix(m.archive(i), volumesDir+"/") || strings.Count(m.archive(i), "/") > 1 {
+			if strings.Contains(m.archive(i), "..") && !strings.HasPrefix(m.archive(i), volumesDir+"/") ||
+				strings.Count(m.archive(i), "/") > 1 {
 				t.Errorf("archive %q", m.archive(i))
 			}
 		}

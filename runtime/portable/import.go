@@ -37,7 +37,10 @@ func (a *Archive) begin(ctx context.Context) error {
 		return err
 	}
 	if string(text) != versionText {
-		return &fault.Error{Err: fmt.Errorf("%q: %w", firstLine(text), fault.ErrUnsupported), Hint: "Use the agentbox that made the archive."}
+		return &fault.Error{
+			Err:  fmt.Errorf("%q: %w", firstLine(text), fault.ErrUnsupported),
+			Hint: "Use the agentbox that made the archive.",
+		}
 	}
 	if h, err = a.expect(manifestName); err != nil {
 		return err
@@ -365,7 +368,8 @@ func (im *importer) merge(i int, f *os.File) (*os.File, error) {
 		return nil, err
 	}
 	if want := im.manifest.tree(i); sum.Entries != want.Entries || sum.Data != want.Data {
-		return nil, corrupt("%d entries with %d bytes, its manifest says %d with %d", sum.Entries, sum.Data, want.Entries, want.Data)
+		return nil, corrupt("%d entries with %d bytes, its manifest says %d with %d", sum.Entries, sum.Data,
+			want.Entries, want.Data)
 	}
 	im.res.Entries += sum.Entries
 	im.res.Data += sum.Data
@@ -414,9 +418,12 @@ func (im *importer) progress(n int64) {
 // checkAttributes refuses what only an overlay of another kind understands.
 // Ours follows neither: the file would be read as zeros, the directory as empty.
 func (im *importer) checkAttributes(e *overlay.Entry) error {
-	for _, name := range []string{"trusted.overlay.redirect", "trusted.overlay.metacopy", "user.overlay.redirect", "user.overlay.metacopy"} {
+	for _, name := range []string{
+		"trusted.overlay.redirect", "trusted.overlay.metacopy", "user.overlay.redirect", "user.overlay.metacopy",
+	} {
 		if _, ok := e.Xattrs[name]; ok {
-			return fmt.Errorf("%.80q has the attribute %s, which leads to another file: %w", e.Path, name, fault.ErrUnsupported)
+			return fmt.Errorf("%.80q has the attribute %s, which leads to another file: %w", e.Path,
+				name, fault.ErrUnsupported)
 		}
 	}
 	return nil

@@ -110,7 +110,8 @@ func TestHostileImageList(t *testing.T) {
 		"digest":            with(lines, true, say("digest", "x")),
 	} {
 		t.Run(name, func(t *testing.T) {
-			if _, _, _, err := importBytes(t, archive, OpenOptions{}, ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
+			if _, _, _, err := importBytes(t, archive, OpenOptions{},
+				ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
 				t.Errorf("it was taken: %v", err)
 			}
 		})

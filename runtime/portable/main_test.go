@@ -132,7 +132,8 @@ func (m *memory) ImageList(context.Context) (io.ReadCloser, error) {
 // list is the list of the images, and how much they are.
 func (m *memory) list() (lines []byte, size int64) {
 	for _, name := range slices.Sorted(mapKeys(m.images)) {
-		lines = fmt.Appendf(lines, "{\"name\":%q,\"digest\":%q,\"bytes\":%d}\n", name, sum(m.images[name]), len(m.images[name]))
+		lines = fmt.Appendf(lines, "{\"name\":%q,\"digest\":%q,\"bytes\":%d}\n", name,
+			sum(m.images[name]), len(m.images[name]))
 		size += int64(len(m.images[name]))
 	}
 	return lines, size
@@ -169,7 +170,9 @@ func (s chunks) Data(_ context.Context, e overlay.Entry) (io.ReadCloser, error) 
 // put reads a directory into the store.
 func (m *memory) put(t testing.TB, dir string) {
 	t.Helper()
-	must(t, m.PutTree(t.Context(), len(m.trees), func(fn func(overlay.Entry) error) error { return walk(t, m, dir, fn) }))
+	must(t, m.PutTree(t.Context(), len(m.trees), func(fn func(overlay.Entry) error) error {
+		return walk(t, m, dir, fn)
+	}))
 }
 
 // walk calls fn for the entries of a directory, whose data it gives to sink.
@@ -201,7 +204,10 @@ func walk(t testing.TB, sink overlay.Sink, dir string, fn func(overlay.Entry) er
 // entries are those of a tree.
 func (m *memory) entries(t testing.TB, n int) (list []overlay.Entry) {
 	t.Helper()
-	must(t, overlay.ReadTree(bytes.NewReader(m.trees[n]), func(e overlay.Entry) error { list = append(list, e); return nil }))
+	must(t, overlay.ReadTree(bytes.NewReader(m.trees[n]), func(e overlay.Entry) error {
+		list = append(list, e)
+		return nil
+	}))
 	return list
 }
 
@@ -216,15 +222,19 @@ func (m *memory) manifest(t testing.TB, names ...string) []byte {
 			n++
 			size += e.DataSize()
 		}
-		return map[string]any{"entries": n, "data": size, "bytes": len(m.trees[i]), "digest": sum(m.trees[i]), "pieces": []any{}}
+		return map[string]any{
+			"entries": n, "data": size, "bytes": len(m.trees[i]), "digest": sum(m.trees[i]), "pieces": []any{},
+		}
 	}
 	spec := map[string]any{
 		"image": "bb", "args": []string{"sh", "-c", "true"}, "env": []string{"A=b"}, "workdir": "/", "hostname": "box",
 		"network": map[string]any{"mode": "none"}, "resources": map[string]any{"memory": 64 << 20},
 	}
 	out := map[string]any{
-		"version": 2, "id": strings.Repeat("c", 32), "sandbox_id": strings.Repeat("ab", 16), "sandbox_name": "box", "spec": spec,
-		"image_digest": "sha256:" + strings.Repeat("d", 64), "created": created, "files": []any{describe(0)}, "processes": nil,
+		"version": 2, "id": strings.Repeat("c", 32), "sandbox_id": strings.Repeat("ab", 16),
+		"sandbox_name": "box", "spec": spec,
+		"image_digest": "sha256:" + strings.Repeat("d", 64), "created": created,
+		"files": []any{describe(0)}, "processes": nil,
 	}
 	var volumes []any
 	for i, name := range names {
@@ -234,12 +244,16 @@ func (m *memory) manifest(t testing.TB, names ...string) []byte {
 	if len(m.images) > 0 {
 		var images []any
 		for _, name := range slices.Sorted(mapKeys(m.images)) {
-			images = append(images, map[string]any{"name": name, "bytes": len(m.images[name]), "digest": sum(m.images[name])})
+			images = append(images, map[string]any{
+				"name": name, "bytes": len(m.images[name]), "digest": sum(m.images[name]),
+			})
 		}
 		out["processes"] = map[string]any{"count": 1, "images": images}
 		if m.listed {
 			lines, size := m.list()
-			listed := map[string]any{"entries": len(images), "data": size, "bytes": len(lines), "digest": sum(lines), "pieces": []any{}}
+			listed := map[string]any{
+				"entries": len(images), "data": size, "bytes": len(lines), "digest": sum(lines), "pieces": []any{},
+			}
 			out["processes"] = map[string]any{"count": 1, "images": []any{}, "listed": listed}
 		}
 	}
@@ -275,7 +289,8 @@ func everything(t testing.TB, dir string) {
 	must(t, unix.Chmod(p("a/file"), 0o4755))
 	must(t, os.Lchown(p("a/file"), 12345, 3_000_000_000))
 	must(t, unix.Setxattr(p("a/file"), "trusted.mine", []byte{0, 1, 2}, 0))
-	must(t, unix.Setxattr(p("a/file"), "security.capability", []byte("\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0))
+	must(t, unix.Setxattr(p("a/file"), "security.capability",
+		[]byte("\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0))
 	must(t, os.Link(p("a/file"), p("z-link")))
 	must(t, os.Link(p("a/file"), p("a/file2")))
 	must(t, os.Symlink("../../etc/passwd", p("a/link")))
@@ -297,7 +312,8 @@ func everything(t testing.TB, dir string) {
 	must(t, f.Truncate(1<<40))
 	must(t, f.Close())
 	for _, name := range []string{"a/file", "big", "opaque", "."} {
-		must(t, unix.UtimesNanoAt(unix.AT_FDCWD, p(name), []unix.Timespec{{Sec: 1}, {Sec: 1_700_000_000, Nsec: 123_456_789}}, 0))
+		must(t, unix.UtimesNanoAt(unix.AT_FDCWD, p(name),
+			[]unix.Timespec{{Sec: 1}, {Sec: 1_700_000_000, Nsec: 123_456_789}}, 0))
 	}
 	must(t, unix.UtimesNanoAt(unix.AT_FDCWD, p("fifo"), []unix.Timespec{{Sec: 1}, {Sec: -5, Nsec: 7}}, 0))
 }
@@ -333,7 +349,9 @@ func imported(t testing.TB, archive []byte, opts OpenOptions, how ImportOptions)
 }
 
 // importBytes also looks that nothing is left of it.
-func importBytes(t testing.TB, archive []byte, opts OpenOptions, how ImportOptions) (m *memory, f Facts, res Imported, err error) {
+func importBytes(
+	t testing.TB, archive []byte, opts OpenOptions, how ImportOptions,
+) (m *memory, f Facts, res Imported, err error) {
 	t.Helper()
 	if opts.Scratch == "" {
 		opts.Scratch = t.TempDir()

@@ -91,7 +91,8 @@ func parseManifest(data []byte) (*manifest, error) {
 		seen[v.Name] = true
 	}
 	if t := m.listed(); t != nil {
-		if len(m.Processes.Images) > 0 || t.Entries < 1 || t.Entries > maxImages || t.Bytes < 1 || t.Bytes > maxManifest || count(t.Data) != nil || !isDigest(t.Digest) {
+		if len(m.Processes.Images) > 0 || t.Entries < 1 || t.Entries > maxImages || t.Bytes < 1 ||
+			t.Bytes > maxManifest || count(t.Data) != nil || !isDigest(t.Digest) {
 			return nil, corrupt("%s: %d images and a list of them: %+v", manifestName, len(m.Processes.Images), *t)
 		}
 	}
@@ -154,7 +155,8 @@ func (m *manifest) list(lines []byte) error {
 		return fmt.Errorf("%s: %w", listName, err)
 	}
 	if int64(len(list)) != want.Entries || left != 0 {
-		return corrupt("%s: %d images with %d bytes, its manifest says %d with %d", listName, len(list), want.Data-left, want.Entries, want.Data)
+		return corrupt("%s: %d images with %d bytes, its manifest says %d with %d", listName, len(list), want.Data-left,
+			want.Entries, want.Data)
 	}
 	m.Processes.Images = list
 	return nil

@@ -116,7 +116,8 @@ func (a *Archive) unpack() error {
 	var data io.Reader
 	switch {
 	case samePrefix(head, "\x28\xb5\x2f\xfd"):
-		z, err := zstd.NewReader(in, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(windowAtMost), zstd.WithDecoderMaxMemory(windowAtMost))
+		z, err := zstd.NewReader(in, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(windowAtMost),
+			zstd.WithDecoderMaxMemory(windowAtMost))
 		if err != nil {
 			return err
 		}

@@ -143,7 +143,8 @@ func podmanConfig(m *manifest, c Checkpoint) (*container, *specs.Spec, error) {
 	}
 	spec := podmanSpec(m, s)
 	conf := &container{
-		Spec: spec, ID: podmanID(m.SandboxID), Name: strings.Trim(podmanName().ReplaceAllString(m.SandboxName, "-"), "_.-"),
+		Spec: spec, ID: podmanID(m.SandboxID),
+		Name:         strings.Trim(podmanName().ReplaceAllString(m.SandboxName, "-"), "_.-"),
 		RawImageName: name, RootfsImageID: id, RootfsImageName: name, RootfsImage: name,
 		IDMappings: &idMappings{true, true},
 		// A restore would mount a directory of the host there, and CRIU has a tmpfs.
@@ -186,7 +187,8 @@ func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 	spec := &specs.Spec{
 		Version: "1.0.2",
 		Process: &specs.Process{
-			Terminal: s.Terminal, User: specs.User{UID: uid, GID: gid}, Args: s.Args, Env: withPath(s.Env), Cwd: cwd, Capabilities: set,
+			Terminal: s.Terminal, User: specs.User{UID: uid, GID: gid}, Args: s.Args, Env: withPath(s.Env),
+			Cwd: cwd, Capabilities: set,
 			NoNewPrivileges: s.Security.NoNewPrivileges,
 			Rlimits:         []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 1024, Soft: 1024}},
 		},
@@ -203,7 +205,8 @@ func podmanSpec(m *manifest, s boxSpec) *specs.Spec {
 		Linux: &specs.Linux{
 			Resources: &specs.LinuxResources{Devices: []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}},
 			Namespaces: []specs.LinuxNamespace{
-				{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},
+				{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace},
+				{Type: specs.MountNamespace},
 			},
 			MaskedPaths:   policy.MaskedPaths,
 			ReadonlyPaths: policy.ReadonlyPaths,
@@ -257,11 +260,20 @@ func withPath(env []string) []string {
 func standardMounts() []specs.Mount {
 	return []specs.Mount{
 		{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "noexec", "nodev"}},
-		{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"}},
-		{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
+		{
+			Destination: "/dev", Type: "tmpfs", Source: "tmpfs",
+			Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"},
+		},
+		{
+			Destination: "/dev/pts", Type: "devpts", Source: "devpts",
+			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"},
+		},
 		{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", "ro"}},
 		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
-		{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: []string{"rprivate", "nosuid", "noexec", "nodev", "relatime", "ro"}},
+		{
+			Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup",
+			Options: []string{"rprivate", "nosuid", "noexec", "nodev", "relatime", "ro"},
+		},
 	}
 }
 

@@ -134,12 +134,20 @@ func (p *engines) contiguous(script string, least int) {
 // sandboxSpec is the bundle of a sandbox of the oci backend, as far as CRIU is
 // concerned.
 func (p *engines) sandboxSpec(hostname string) *specs.Spec {
-	s := podmanSpec(&manifest{}, boxSpec{Args: []string{"sh", "-c", counterScript}, Env: []string{"PATH=/bin"}, Hostname: hostname})
+	s := podmanSpec(&manifest{}, boxSpec{
+		Args: []string{"sh", "-c", counterScript}, Env: []string{"PATH=/bin"}, Hostname: hostname,
+	})
 	s.Root.Path = filepath.Join(p.dir, "root")
-	s.Mounts = append(s.Mounts[:5:5], specs.Mount{Destination: "/dev/shm", Type: "tmpfs", Source: "shm", Options: []string{"nosuid", "noexec", "nodev", "mode=1777", "size=67108864"}})
+	s.Mounts = append(s.Mounts[:5:5], specs.Mount{
+		Destination: "/dev/shm", Type: "tmpfs", Source: "shm",
+		Options: []string{"nosuid", "noexec", "nodev", "mode=1777", "size=67108864"},
+	})
 	for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
 		must(p, os.WriteFile(filepath.Join(p.dir, name), []byte(name+"\n"), 0o644))
-		s.Mounts = append(s.Mounts, specs.Mount{Destination: "/etc/" + name, Type: "bind", Source: filepath.Join(p.dir, name), Options: []string{"rbind", "rprivate"}})
+		s.Mounts = append(s.Mounts, specs.Mount{
+			Destination: "/etc/" + name, Type: "bind", Source: filepath.Join(p.dir, name),
+			Options: []string{"rbind", "rprivate"},
+		})
 	}
 	s.Linux.CgroupsPath = "/" + filepath.Base(p.dir)
 	last := len(s.Linux.Namespaces) - 1
@@ -180,7 +188,9 @@ func TestPodmanRestoresOurs(t *testing.T) {
 		}
 		return list, err
 	}
-	archive := exported(t, Checkpoint{Manifest: m.manifest(t), Data: m, Lower: lower, ImageID: p.sh("podman image inspect --format '{{.Id}}' bb")}, Options{})
+	archive := exported(t, Checkpoint{
+		Manifest: m.manifest(t), Data: m, Lower: lower, ImageID: p.sh("podman image inspect --format '{{.Id}}' bb"),
+	}, Options{})
 	must(t, os.WriteFile(filepath.Join(p.dir, "ours.tar.zst"), archive, 0o600))
 
 	out, err := p.try(`podman container restore --import ours.tar.zst`)
@@ -219,12 +229,13 @@ func TestWeRestorePodmans(t *testing.T) {
 		if st, err := os.Stat(filepath.Join(p.dir, "image", path)); err != nil || !st.IsDir() {
 			return got, fault.ErrNotFound
 		}
-		err = overlay.Walk(t.Context(), filepath.Join(p.dir, "image", path), overlay.WalkOptions{}, func(e overlay.Entry) error {
-			if e.Path == "." {
-				got = e
-			}
-			return nil
-		})
+		err = overlay.Walk(t.Context(), filepath.Join(p.dir, "image", path), overlay.WalkOptions{},
+			func(e overlay.Entry) error {
+				if e.Path == "." {
+					got = e
+				}
+				return nil
+			})
 		return got, err
 	}
 	m, f, res := imported(t, archive, OpenOptions{}, ImportOptions{Lower: lower})

@@ -35,7 +35,9 @@ func TestRoundTrip(t *testing.T) {
 				t.Error("the second export has other bytes")
 			}
 			done, total = 0, 0
-			got, facts, res := imported(t, archive, OpenOptions{Progress: func(d, n int64) { done, total = d, n }}, ImportOptions{})
+			got, facts, res := imported(t, archive, OpenOptions{Progress: func(d, n int64) {
+				done, total = d, n
+			}}, ImportOptions{})
 			if done != total || total == 0 {
 				t.Errorf("progress of the import ended at %d of %d", done, total)
 			}
@@ -72,7 +74,8 @@ func TestRoundTrip(t *testing.T) {
 				t.Errorf("%+v", res)
 			}
 			// It can be exported again, to the same bytes.
-			if again := exported(t, Checkpoint{Manifest: facts.Manifest, Data: got}, Options{Compress: how}); !bytes.Equal(archive, again) {
+			if again := exported(t, Checkpoint{Manifest: facts.Manifest, Data: got},
+				Options{Compress: how}); !bytes.Equal(archive, again) {
 				t.Error("the export of the import has other bytes")
 			}
 		})
@@ -139,8 +142,10 @@ func TestLayout(t *testing.T) {
 	}
 	names, content := members(t, exported(t, c, Options{Compress: None}))
 	want := []string{
-		"agentbox/version", "agentbox/manifest.json", "agentbox/tree-0.jsonl", "agentbox/tree-1.jsonl", "config.dump", "spec.dump", "network.status",
-		"deleted.files", "rootfs-diff.tar", "volumes/data.tar", "checkpoint/", "checkpoint/inventory.img", "checkpoint/pages-1.img", "stats-dump",
+		"agentbox/version", "agentbox/manifest.json", "agentbox/tree-0.jsonl", "agentbox/tree-1.jsonl", "config.dump",
+		"spec.dump", "network.status",
+		"deleted.files", "rootfs-diff.tar", "volumes/data.tar", "checkpoint/", "checkpoint/inventory.img",
+		"checkpoint/pages-1.img", "stats-dump",
 	}
 	if d := cmp.Diff(want, names); d != "" {
 		t.Error(d)
@@ -148,7 +153,9 @@ func TestLayout(t *testing.T) {
 	var deleted []string
 	must(t, json.Unmarshal(content["deleted.files"], &deleted))
 	slices.Sort(deleted)
-	if d := cmp.Diff([]string{"/a/gone2", "/gone", "/opaque/old", "/opaque/sub/a<b", "/opaque/sub/deep2", "/opaque/zold"}, deleted); d != "" {
+	if d := cmp.Diff([]string{
+		"/a/gone2", "/gone", "/opaque/old", "/opaque/sub/a<b", "/opaque/sub/deep2", "/opaque/zold",
+	}, deleted); d != "" {
 		t.Error(d)
 	}
 	files, data := members(t, content["rootfs-diff.tar"])
@@ -157,7 +164,9 @@ func TestLayout(t *testing.T) {
 			t.Errorf("%q is in rootfs-diff.tar", name)
 		}
 	}
-	for name, text := range map[string]string{"a/file": "content\n", "opaque/sub/deep": "deep", "caf\xe9": "not UTF-8"} {
+	for name, text := range map[string]string{
+		"a/file": "content\n", "opaque/sub/deep": "deep", "caf\xe9": "not UTF-8",
+	} {
 		if string(data[name]) != text {
 			t.Errorf("%q has %q", name, data[name])
 		}
@@ -175,7 +184,8 @@ func TestLayout(t *testing.T) {
 	if f.ImageID != strings.Repeat("d", 64) { // by which Podman looks for it
 		t.Errorf("the image's id is %q", f.ImageID)
 	}
-	if f.Image != "localhost/bb:latest" || f.Name != "box" || f.Hostname != "box" || f.Memory != 64<<20 || !slices.Equal(f.Args, []string{"sh", "-c", "true"}) {
+	if f.Image != "localhost/bb:latest" || f.Name != "box" || f.Hostname != "box" || f.Memory != 64<<20 ||
+		!slices.Equal(f.Args, []string{"sh", "-c", "true"}) {
 		t.Errorf("facts: %+v", f)
 	}
 }
@@ -216,11 +226,13 @@ func TestEncrypted(t *testing.T) {
 	for _, at := range []int{len(archive) / 2, len(archive) - 1} {
 		bad := bytes.Clone(archive)
 		bad[at] ^= 1
-		if _, _, _, err := importBytes(t, bad, OpenOptions{Identities: key}, ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
+		if _, _, _, err := importBytes(t, bad, OpenOptions{Identities: key},
+			ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("a bit at %d: %v", at, err)
 		}
 	}
-	if err := Export(t.Context(), io.Discard, c, Options{Recipients: []string{"nobody"}}); !errors.Is(err, fault.ErrInvalid) {
+	if err := Export(t.Context(), io.Discard, c,
+		Options{Recipients: []string{"nobody"}}); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("a recipient that is none: %v", err)
 	}
 	if err := Export(t.Context(), io.Discard, c, Options{Compress: "xz"}); !errors.Is(err, fault.ErrInvalid) {
@@ -235,7 +247,8 @@ func TestDamage(t *testing.T) {
 		archive := exported(t, c, Options{Compress: how})
 		step := max(1, len(archive)/150)
 		for at := 0; at < len(archive); at += step {
-			if _, _, _, err := importBytes(t, archive[:at], OpenOptions{}, ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
+			if _, _, _, err := importBytes(t, archive[:at], OpenOptions{},
+				ImportOptions{}); !errors.Is(err, fault.ErrCorrupt) {
 				t.Errorf("%s cut at %d of %d: %v", how, at, len(archive), err)
 			}
 		}
@@ -246,7 +259,8 @@ func TestDamage(t *testing.T) {
 			bad := bytes.Clone(archive)
 			bad[at] ^= 0x10
 			m, f, _, err := importBytes(t, bad, OpenOptions{}, ImportOptions{})
-			if err == nil && (!bytes.Equal(m.trees[0], c.Data.(*memory).trees[0]) || !bytes.Equal(f.Manifest, c.Manifest)) {
+			if err == nil && (!bytes.Equal(m.trees[0], c.Data.(*memory).trees[0]) ||
+				!bytes.Equal(f.Manifest, c.Manifest)) {
 				t.Errorf("%s: a bit at %d went unnoticed", how, at)
 			}
 			if err != nil && !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrUnsupported) {

@@ -47,7 +47,10 @@ func recipients(list []string) ([]age.Recipient, error) {
 // identities reads the file that `age-keygen` writes, or an SSH private key.
 func identities(path string) ([]age.Identity, error) {
 	if path == "" {
-		return nil, &fault.Error{Err: fmt.Errorf("the archive is encrypted: %w", fault.ErrDenied), Hint: "Name a file of age identities that may read it."}
+		return nil, &fault.Error{
+			Err:  fmt.Errorf("the archive is encrypted: %w", fault.ErrDenied),
+			Hint: "Name a file of age identities that may read it.",
+		}
 	}
 	f, err := os.Open(path)
 	if err != nil {
@@ -89,7 +92,8 @@ func unseal(r io.Reader, path string) (io.Reader, error) {
 	var none *age.NoIdentityMatchError
 	switch {
 	case errors.As(err, &none):
-		return nil, &fault.Error{Err: fmt.Errorf("none of the identities in %s can read the archive: %w", path, fault.ErrDenied), Hint: "Name the file of an identity that it was encrypted to."}
+		return nil, &fault.Error{Err: fmt.Errorf("none of the identities in %s can read the archive: %w", path,
+			fault.ErrDenied), Hint: "Name the file of an identity that it was encrypted to."}
 	case err != nil:
 		return nil, corrupt("decrypt: %v", err)
 	}

@@ -39,14 +39,17 @@ func stored(t testing.TB, s *store.Store) (id string) {
 	must(t, os.WriteFile(filepath.Join(dir, "large"), large, 0o600))
 	must(t, os.WriteFile(filepath.Join(volume, "v"), []byte("volume"), 0o600))
 	d, err := s.BeginCheckpoint(t.Context(), store.Checkpoint{
-		SandboxID: strings.Repeat("ab", 16), SandboxName: "box", Kind: store.KindFull, Trigger: "test", Created: created,
+		SandboxID: strings.Repeat("ab", 16), SandboxName: "box", Kind: store.KindFull,
+		Trigger: "test", Created: created,
 		ImageDigest: "sha256:" + strings.Repeat("d", 64), Labels: map[string]string{"a": "b"},
 		Spec: json.RawMessage(`{"image":"bb","args":["sh"],"hostname":"box","workdir":"/","network":{"mode":"none"},"resources":{}}`),
 	})
 	must(t, err)
 	t.Cleanup(func() { must(t, d.Close()) })
 	for i, from := range []string{dir, volume} {
-		must(t, d.PutTree(t.Context(), i, func(fn func(overlay.Entry) error) error { return walk(t, d.Sink(), from, fn) }))
+		must(t, d.PutTree(t.Context(), i, func(fn func(overlay.Entry) error) error {
+			return walk(t, d.Sink(), from, fn)
+		}))
 	}
 	must(t, os.WriteFile(filepath.Join(d.CRIUDir(), "inventory.img"), []byte("inventory"), 0o600))
 	for i := range 9 { // so that the manifest does not name them
@@ -55,7 +58,8 @@ func stored(t testing.TB, s *store.Store) (id string) {
 	must(t, os.WriteFile(filepath.Join(d.CRIUDir(), "pages-1.img"), append(large, large...), 0o600))
 	must(t, d.PutImages(t.Context()))
 	c, err := d.Commit(t.Context(), store.Manifest{
-		Volumes: []store.Volume{{Name: "data"}}, Processes: &store.Processes{Count: 1}, Status: "running", TCP: "established",
+		Volumes: []store.Volume{{Name: "data"}}, Processes: &store.Processes{Count: 1},
+		Status: "running", TCP: "established",
 		Managed: map[string]store.Managed{"/etc/hosts": {Mode: 0o644, Data: []byte("127.0.0.1 box\n")}},
 	})
 	must(t, err)
@@ -89,7 +93,8 @@ func TestStore(t *testing.T) {
 	m, err := store.ParseManifest(a.Facts().Manifest)
 	must(t, err)
 	d, err := to.BeginCheckpoint(t.Context(), store.Checkpoint{
-		ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Trigger: m.Trigger, Created: m.Created,
+		ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
+		Trigger: m.Trigger, Created: m.Created,
 		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec,
 	})
 	must(t, err)

@@ -44,7 +44,8 @@ func view(e overlay.Entry) (shown overlay.Entry, ok bool) {
 func rootHeader(e overlay.Entry) ([]byte, error) {
 	var buf bytes.Buffer
 	err := tar.NewWriter(&buf).WriteHeader(&tar.Header{
-		Typeflag: tar.TypeDir, Name: "/", Mode: int64(e.Mode), Uid: int(e.UID), Gid: int(e.GID), ModTime: time.Unix(e.Mtime.Sec, 0),
+		Typeflag: tar.TypeDir, Name: "/", Mode: int64(e.Mode), Uid: int(e.UID), Gid: int(e.GID),
+		ModTime: time.Unix(e.Mtime.Sec, 0),
 	})
 	return buf.Bytes(), err
 }
@@ -65,7 +66,8 @@ func common(name string) bool {
 
 // opaque reports whether a directory hides what the layers below have in it.
 func opaque(e *overlay.Entry) bool {
-	return e.Type == overlay.TypeDir && (e.Xattrs["trusted.overlay.opaque"] == "y" || e.Xattrs["user.overlay.opaque"] == "y")
+	return e.Type == overlay.TypeDir && (e.Xattrs["trusted.overlay.opaque"] == "y" ||
+		e.Xattrs["user.overlay.opaque"] == "y")
 }
 
 // deletions finds, in the entries of a tree in their order, the paths of the

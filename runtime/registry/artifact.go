@@ -66,7 +66,9 @@ func usesSize(packs []packRef) int64 {
 }
 
 // encodeArtifact returns the manifest of an artifact. It has one form.
-func encodeArtifact(config, uses v1.Descriptor, packs []packRef, subject *v1.Descriptor, annotations map[string]string) ([]byte, error) {
+func encodeArtifact(
+	config, uses v1.Descriptor, packs []packRef, subject *v1.Descriptor, annotations map[string]string,
+) ([]byte, error) {
 	layers := []v1.Descriptor{uses}
 	for _, p := range packs {
 		layers = append(layers, p.pack, p.index)
@@ -81,7 +83,8 @@ func encodeArtifact(config, uses v1.Descriptor, packs []packRef, subject *v1.Des
 		Annotations:   annotations,
 	})
 	if err == nil && len(raw) > maxArtifact {
-		err = fmt.Errorf("the artifact's manifest has %d bytes, %d are allowed: %w", len(raw), maxArtifact, fault.ErrUnsupported)
+		err = fmt.Errorf("the artifact's manifest has %d bytes, %d are allowed: %w", len(raw),
+			maxArtifact, fault.ErrUnsupported)
 	}
 	return raw, err
 }
@@ -101,7 +104,10 @@ func parseArtifact(raw []byte) (*artifact, error) {
 	switch {
 	case what == ArtifactType:
 	case strings.HasPrefix(what, "application/vnd.agentbox.checkpoint."):
-		return nil, &fault.Error{Hint: "Use the agentbox that pushed the checkpoint.", Err: fmt.Errorf("it is of type %.80q: %w", what, fault.ErrUnsupported)}
+		return nil, &fault.Error{
+			Hint: "Use the agentbox that pushed the checkpoint.",
+			Err:  fmt.Errorf("it is of type %.80q: %w", what, fault.ErrUnsupported),
+		}
 	default:
 		return nil, fmt.Errorf("it is no checkpoint (%.40q, %.80q): %w", a.m.MediaType, what, fault.ErrInvalid)
 	}
@@ -125,7 +131,8 @@ func parseArtifact(raw []byte) (*artifact, error) {
 		if err := checkBlob(p.pack, PackType, 1, maxPack); err != nil {
 			return bad("pack %d: %v", i, err)
 		}
-		if err := checkBlob(p.index, IndexType, int64(len(indexMagic)+indexEntry), int64(len(indexMagic)+maxPackChunks*indexEntry)); err != nil {
+		if err := checkBlob(p.index, IndexType, int64(len(indexMagic)+indexEntry),
+			int64(len(indexMagic)+maxPackChunks*indexEntry)); err != nil {
 			return bad("index %d: %v", i, err)
 		}
 		if (p.index.Size-int64(len(indexMagic)))%int64(indexEntry) != 0 || seen[p.pack.Digest] {

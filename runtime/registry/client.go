@@ -85,7 +85,10 @@ func connect(ctx context.Context, repo name.Repository, scope string, opts Optio
 	return &client{c, opts}, nil
 }
 
-var manifestTypes = strings.Join([]string{string(types.OCIManifestSchema1), string(types.OCIImageIndex), string(types.DockerManifestSchema2), string(types.DockerManifestList)}, ",")
+var manifestTypes = strings.Join([]string{
+	string(types.OCIManifestSchema1), string(types.OCIImageIndex), string(types.DockerManifestSchema2),
+	string(types.DockerManifestList),
+}, ",")
 
 // artifact reads and parses what lies under a tag or digest. Not there is
 // ErrNotFound.
@@ -110,7 +113,8 @@ func (c *client) subject(ctx context.Context, digest string) (d *v1.Descriptor, 
 		return nil, nil
 	}
 	err = c.Retry(ctx, func() error {
-		resp, err := c.Do(ctx, http.MethodHead, "manifests/"+digest, map[string]string{"Accept": manifestTypes}, http.StatusOK, http.StatusNotFound, http.StatusBadRequest)
+		resp, err := c.Do(ctx, http.MethodHead, "manifests/"+digest, map[string]string{"Accept": manifestTypes},
+			http.StatusOK, http.StatusNotFound, http.StatusBadRequest)
 		if err != nil {
 			return err
 		}

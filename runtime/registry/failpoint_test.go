@@ -14,7 +14,10 @@ import (
 
 // TestBreak breaks off at every point, in three ways, and then does it again.
 func TestBreak(t *testing.T) {
-	for _, point := range []string{"registry.push.before-pack", "registry.push.before-tag", "registry.pull.after-pack", "registry.pull.before-remove"} {
+	for _, point := range []string{
+		"registry.push.before-pack", "registry.push.before-tag", "registry.pull.after-pack",
+		"registry.pull.before-remove",
+	} {
 		for _, action := range []string{"error", "enospc", "kill"} {
 			t.Run(point+"="+action, func(t *testing.T) {
 				s, o := serve(t), fast(t)
@@ -24,7 +27,8 @@ func TestBreak(t *testing.T) {
 					mustPush(t, s.Host()+"/web:one", src, about(id1), o)
 				}
 				cmd := exec.Command(os.Args[0], "-test.run=^TestBreakChild$")
-				cmd.Env = append(os.Environ(), "AGENTBOX_FAILPOINT="+point+"="+action, "CHILD_HOST="+s.Host(), "CHILD_SCRATCH="+o.Scratch)
+				cmd.Env = append(os.Environ(), "AGENTBOX_FAILPOINT="+point+"="+action, "CHILD_HOST="+s.Host(),
+					"CHILD_SCRATCH="+o.Scratch)
 				if pulls {
 					cmd.Env = append(cmd.Env, "CHILD_PULLS=1")
 				}
@@ -33,7 +37,8 @@ func TestBreak(t *testing.T) {
 					t.Fatalf("the point was not hit: %v\n%s", err, out)
 				}
 				if !pulls {
-					if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrNotFound) {
+					if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin,
+						o); !errors.Is(err, fault.ErrNotFound) {
 						t.Fatalf("half a push shows: %v", err)
 					}
 					if action != "kill" {

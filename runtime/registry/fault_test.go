@@ -109,7 +109,8 @@ func TestPullBadLeftover(t *testing.T) {
 	flipped := bytes.Clone(data)
 	flipped[len(flipped)/3] ^= 1
 	for name, left := range map[string][]byte{
-		"other bytes": flipped[:len(flipped)/2], "whole but wrong": flipped, "too long": append(bytes.Clone(data), "more"...), "whole": data, "empty": {},
+		"other bytes": flipped[:len(flipped)/2], "whole but wrong": flipped,
+		"too long": append(bytes.Clone(data), "more"...), "whole": data, "empty": {},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if err := os.WriteFile(filepath.Join(o.Scratch, d.Digest.Hex+".part"), left, 0o600); err != nil {
@@ -198,7 +199,9 @@ func TestPullRanges(t *testing.T) {
 			bad[len(bad)/2] ^= 0x10
 			_, _ = w.Write(bad)
 		}, fault.ErrCorrupt},
-		"no bytes": {func(w http.ResponseWriter, _ *http.Request, _ []byte) { w.WriteHeader(http.StatusOK) }, fault.ErrCorrupt},
+		"no bytes": {func(w http.ResponseWriter, _ *http.Request, _ []byte) {
+			w.WriteHeader(http.StatusOK)
+		}, fault.ErrCorrupt},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, o := serve(t), fast(t)
@@ -293,7 +296,10 @@ func TestRetries(t *testing.T) {
 }
 
 func TestGivesUp(t *testing.T) {
-	for status, want := range map[int]error{429: fault.ErrBusy, 500: fault.ErrBusy, 401: fault.ErrDenied, 403: fault.ErrDenied, 404: fault.ErrNotFound, 418: nil} {
+	for status, want := range map[int]error{
+		429: fault.ErrBusy, 500: fault.ErrBusy, 401: fault.ErrDenied, 403: fault.ErrDenied,
+		404: fault.ErrNotFound, 418: nil,
+	} {
 		s, o := serve(t), fast(t)
 		src, d, _ := onePack(t, s, o)
 		fired := s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
@@ -305,7 +311,8 @@ func TestGivesUp(t *testing.T) {
 			return true
 		})
 		_, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o)
-		if err == nil || want != nil && !errors.Is(err, want) || strings.ContainsRune(err.Error(), 0x1b) || !strings.Contains(err.Error(), strconv.Itoa(status)) {
+		if err == nil || want != nil && !errors.Is(err, want) || strings.ContainsRune(err.Error(), 0x1b) ||
+			!strings.Contains(err.Error(), strconv.Itoa(status)) {
 			t.Errorf("pull, %d: %v", status, err)
 		}
 		wantTries := 1
@@ -379,7 +386,9 @@ func TestBeginRefuses(t *testing.T) {
 	s, o := serve(t), fast(t)
 	_, d, _ := onePack(t, s, o)
 	cause := fmt.Errorf("there already: %w", fault.ErrExists)
-	_, err := Pull(t.Context(), s.Host()+"/web:one", func(context.Context, []byte) (Target, error) { return nil, cause }, o)
+	_, err := Pull(t.Context(), s.Host()+"/web:one", func(context.Context, []byte) (Target, error) {
+		return nil, cause
+	}, o)
 	if !errors.Is(err, cause) {
 		t.Errorf("%v", err)
 	}
@@ -432,7 +441,10 @@ func TestRedirects(t *testing.T) {
 	s, o := serve(t), fast(t)
 	src, d, data := onePack(t, s, o)
 	elsewhere := serve(t)
-	elsewhere.Breaks(func(w http.ResponseWriter, r *http.Request) bool { remotetest.Cut(w, r, data, len(data)); return true })
+	elsewhere.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
+		remotetest.Cut(w, r, data, len(data))
+		return true
+	})
 	target := ""
 	s.Breaks(func(w http.ResponseWriter, r *http.Request) bool {
 		if !isGet(r, d) {
@@ -441,13 +453,17 @@ func TestRedirects(t *testing.T) {
 		http.Redirect(w, r, target, http.StatusTemporaryRedirect)
 		return true
 	})
-	for _, target = range []string{"http://169.254.169.254/latest/meta-data", "https://[fe80::1]/", "https://0.0.0.0/", "http://192.0.2.7/plain"} {
+	for _, target = range []string{
+		"http://169.254.169.254/latest/meta-data", "https://[fe80::1]/", "https://0.0.0.0/", "http://192.0.2.7/plain",
+	} {
 		if _, err := Pull(t.Context(), s.Host()+"/web:one", newMemory().begin, o); !errors.Is(err, fault.ErrDenied) {
 			t.Errorf("%s: %v", target, err)
 		}
 	}
 	// The same host may keep its blobs behind another port, and have another name.
-	for _, target = range []string{elsewhere.URL + "/blob", strings.Replace(elsewhere.URL, "127.0.0.1", "localhost", 1) + "/blob"} {
+	for _, target = range []string{
+		elsewhere.URL + "/blob", strings.Replace(elsewhere.URL, "127.0.0.1", "localhost", 1) + "/blob",
+	} {
 		dst := newMemory()
 		pullInto(t, s.Host()+"/web:one", dst, o)
 		src.same(t, dst)

@@ -60,7 +60,8 @@ func craft(t *testing.T, src *memory) *crafted {
 		uses.set(i)
 	}
 	p := packRef{c.put(PackType, data), c.put(IndexType, encodeIndex(b.entries))}
-	raw, err := encodeArtifact(c.put(ManifestType, []byte(`{"id":"x"}`)), c.put(UsesType, encodeUses([]bitmap{uses})), []packRef{p}, nil, nil)
+	raw, err := encodeArtifact(c.put(ManifestType, []byte(`{"id":"x"}`)), c.put(UsesType, encodeUses([]bitmap{uses})),
+		[]packRef{p}, nil, nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,54 +100,86 @@ func TestHostile(t *testing.T) {
 		change func(c *crafted)
 		want   error
 	}{
-		"as it should be":      {func(c *crafted) {}, nil},
-		"another type":         {func(c *crafted) { c.m.ArtifactType = "application/vnd.other" }, fault.ErrInvalid},
-		"a later version":      {func(c *crafted) { c.m.ArtifactType = "application/vnd.agentbox.checkpoint.v3" }, fault.ErrUnsupported},
+		"as it should be": {func(c *crafted) {}, nil},
+		"another type":    {func(c *crafted) { c.m.ArtifactType = "application/vnd.other" }, fault.ErrInvalid},
+		"a later version": {func(c *crafted) {
+			c.m.ArtifactType = "application/vnd.agentbox.checkpoint.v3"
+		}, fault.ErrUnsupported},
 		"no type":              {func(c *crafted) { c.m.ArtifactType = "" }, fault.ErrUnsupported},
 		"schema 1":             {func(c *crafted) { c.m.SchemaVersion = 1 }, fault.ErrCorrupt},
 		"an index":             {func(c *crafted) { c.m.MediaType = types.OCIImageIndex }, fault.ErrCorrupt},
 		"no layers":            {func(c *crafted) { c.m.Layers = nil }, fault.ErrCorrupt},
 		"a pack without index": {func(c *crafted) { c.m.Layers = c.m.Layers[:2] }, fault.ErrCorrupt},
-		"twice the same pack":  {func(c *crafted) { c.m.Layers = append(c.m.Layers, c.m.Layers[1:]...) }, fault.ErrCorrupt},
+		"twice the same pack": {func(c *crafted) {
+			c.m.Layers = append(c.m.Layers, c.m.Layers[1:]...)
+		}, fault.ErrCorrupt},
 		"twice, in the uses too": {func(c *crafted) {
 			c.m.Layers = append(c.m.Layers, c.m.Layers[1:]...)
 			c.m.Layers[0] = c.put(UsesType, encodeUses([]bitmap{{0xff, 0xff, 0xf}, {0xff, 0xff, 0xf}}))
 		}, fault.ErrCorrupt},
-		"too many layers":       {func(c *crafted) { c.m.Layers = slices.Repeat(c.m.Layers, 2*maxPacks+1) }, fault.ErrCorrupt},
-		"a layer's media type":  {func(c *crafted) { c.m.Layers[1].MediaType = types.OCILayer }, fault.ErrCorrupt},
-		"config media type":     {func(c *crafted) { c.m.Config.MediaType = types.OCIConfigJSON }, fault.ErrCorrupt},
-		"foreign layer":         {func(c *crafted) { c.m.Layers[1].URLs = []string{"http://169.254.169.254/"} }, fault.ErrCorrupt},
-		"a terabyte":            {func(c *crafted) { c.m.Layers[1].Size = 1 << 40 }, fault.ErrCorrupt},
-		"negative":              {func(c *crafted) { c.m.Layers[1].Size = -1 }, fault.ErrCorrupt},
-		"a huge config":         {func(c *crafted) { c.m.Config.Size = maxManifest + 1 }, fault.ErrCorrupt},
-		"a huge index":          {func(c *crafted) { c.m.Layers[2].Size = int64(len(indexMagic) + indexEntry*(maxPackChunks+1)) }, fault.ErrCorrupt},
-		"sha512":                {func(c *crafted) { c.m.Layers[1].Digest = v1.Hash{Algorithm: "sha512", Hex: strings.Repeat("a", 128)} }, fault.ErrCorrupt},
-		"config too short":      {func(c *crafted) { c.m.Config.Size++ }, fault.ErrCorrupt},
-		"config too long":       {func(c *crafted) { c.m.Config.Size-- }, fault.ErrCorrupt},
-		"config of other bytes": {func(c *crafted) { c.blobs[c.m.Config.Digest.String()] = []byte(`{"id":"y"}`) }, fault.ErrCorrupt},
-		"pack too short":        {func(c *crafted) { c.m.Layers[1].Size++ }, fault.ErrCorrupt},
+		"too many layers": {func(c *crafted) {
+			c.m.Layers = slices.Repeat(c.m.Layers, 2*maxPacks+1)
+		}, fault.ErrCorrupt},
+		"a layer's media type": {func(c *crafted) { c.m.Layers[1].MediaType = types.OCILayer }, fault.ErrCorrupt},
+		"config media type":    {func(c *crafted) { c.m.Config.MediaType = types.OCIConfigJSON }, fault.ErrCorrupt},
+		"foreign layer": {func(c *crafted) {
+			c.m.Layers[1].URLs = []string{"http://169.254.169.254/"}
+		}, fault.ErrCorrupt},
+		"a terabyte":    {func(c *crafted) { c.m.Layers[1].Size = 1 << 40 }, fault.ErrCorrupt},
+		"negative":      {func(c *crafted) { c.m.Layers[1].Size = -1 }, fault.ErrCorrupt},
+		"a huge config": {func(c *crafted) { c.m.Config.Size = maxManifest + 1 }, fault.ErrCorrupt},
+		"a huge index": {func(c *crafted) {
+			c.m.Layers[2].Size = int64(len(indexMagic) + indexEntry*(maxPackChunks+1))
+		}, fault.ErrCorrupt},
+		"sha512": {func(c *crafted) {
+			c.m.Layers[1].Digest = v1.Hash{Algorithm: "sha512", Hex: strings.Repeat("a", 128)}
+		}, fault.ErrCorrupt},
+		"config too short": {func(c *crafted) { c.m.Config.Size++ }, fault.ErrCorrupt},
+		"config too long":  {func(c *crafted) { c.m.Config.Size-- }, fault.ErrCorrupt},
+		"config of other bytes": {func(c *crafted) {
+			c.blobs[c.m.Config.Digest.String()] = []byte(`{"id":"y"}`)
+		}, fault.ErrCorrupt},
+		"pack too short": {func(c *crafted) { c.m.Layers[1].Size++ }, fault.ErrCorrupt},
 		"pack of other bytes": {func(c *crafted) {
 			b := c.blobs[c.m.Layers[1].Digest.String()]
 			b[len(b)/2] ^= 1
 		}, fault.ErrCorrupt},
-		"no pack at all":       {func(c *crafted) { c.m.Layers[1] = c.put(PackType, bytes.Repeat([]byte("x"), 1<<20)) }, fault.ErrCorrupt},
-		"uses of other pieces": {func(c *crafted) { c.m.Layers[0] = c.put(UsesType, encodeUses([]bitmap{{0xff, 0xff, 0xff}})) }, fault.ErrCorrupt},
-		"uses too short":       {func(c *crafted) { c.m.Layers[0] = c.put(UsesType, encodeUses([]bitmap{{0xff, 0xff}})) }, fault.ErrCorrupt},
-		"uses is none":         {func(c *crafted) { c.m.Layers[0] = c.put(UsesType, bytes.Repeat([]byte{0}, 11)) }, fault.ErrCorrupt},
-		"index not sorted":     {func(c *crafted) { index(c, func(l []entry) []entry { l[0], l[1] = l[1], l[0]; return l }) }, fault.ErrCorrupt},
-		"index with a twin":    {func(c *crafted) { index(c, func(l []entry) []entry { l[1] = l[0]; return l }) }, fault.ErrCorrupt},
+		"no pack at all": {func(c *crafted) {
+			c.m.Layers[1] = c.put(PackType, bytes.Repeat([]byte("x"), 1<<20))
+		}, fault.ErrCorrupt},
+		"uses of other pieces": {func(c *crafted) {
+			c.m.Layers[0] = c.put(UsesType, encodeUses([]bitmap{{0xff, 0xff, 0xff}}))
+		}, fault.ErrCorrupt},
+		"uses too short": {func(c *crafted) {
+			c.m.Layers[0] = c.put(UsesType, encodeUses([]bitmap{{0xff, 0xff}}))
+		}, fault.ErrCorrupt},
+		"uses is none": {func(c *crafted) {
+			c.m.Layers[0] = c.put(UsesType, bytes.Repeat([]byte{0}, 11))
+		}, fault.ErrCorrupt},
+		"index not sorted": {func(c *crafted) {
+			index(c, func(l []entry) []entry { l[0], l[1] = l[1], l[0]; return l })
+		}, fault.ErrCorrupt},
+		"index with a twin": {func(c *crafted) {
+			index(c, func(l []entry) []entry { l[1] = l[0]; return l })
+		}, fault.ErrCorrupt},
 		"index with a lie": {func(c *crafted) {
 			index(c, func(l []entry) []entry { l[len(l)-1].id = pack.ID(bytes.Repeat([]byte{255}, 32)); return l })
 		}, fault.ErrCorrupt},
-		"index of empty ones": {func(c *crafted) { index(c, func(l []entry) []entry { l[3].stored = 0; return l }) }, fault.ErrCorrupt},
-		"index over the pack": {func(c *crafted) { index(c, func(l []entry) []entry { l[3].stored = 1 << 31; return l }) }, fault.ErrCorrupt},
+		"index of empty ones": {func(c *crafted) {
+			index(c, func(l []entry) []entry { l[3].stored = 0; return l })
+		}, fault.ErrCorrupt},
+		"index over the pack": {func(c *crafted) {
+			index(c, func(l []entry) []entry { l[3].stored = 1 << 31; return l })
+		}, fault.ErrCorrupt},
 		"index is none": {func(c *crafted) {
 			c.m.Layers[2] = c.put(IndexType, bytes.Repeat([]byte{0}, len(indexMagic)+20*indexEntry))
 		}, fault.ErrCorrupt},
 		"the pack of another": {func(c *crafted) {
 			c.m.Layers[1] = c.put(PackType, craft(t, other).blobs[craft(t, other).m.Layers[1].Digest.String()])
 		}, fault.ErrCorrupt},
-		"a huge manifest": {func(c *crafted) { c.m.Annotations = map[string]string{"x": strings.Repeat("x", maxArtifact)} }, fault.ErrCorrupt},
+		"a huge manifest": {func(c *crafted) {
+			c.m.Annotations = map[string]string{"x": strings.Repeat("x", maxArtifact)}
+		}, fault.ErrCorrupt},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s, o := serve(t), fast(t)
@@ -204,7 +237,8 @@ func TestPullByDigest(t *testing.T) {
 	if _, err := Pull(t.Context(), good, newMemory().begin, o); err != nil {
 		t.Errorf("%v", err)
 	}
-	if _, err := Pull(t.Context(), s.Host()+"/web@sha256:"+strings.Repeat("0", 64), newMemory().begin, o); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := Pull(t.Context(), s.Host()+"/web@sha256:"+strings.Repeat("0", 64), newMemory().begin,
+		o); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("%v", err)
 	}
 }
@@ -214,7 +248,9 @@ func TestTargetFails(t *testing.T) {
 	s, o := serve(t), fast(t)
 	_, _, _ = onePack(t, s, o)
 	cause := errors.New("disk full")
-	_, err := Pull(t.Context(), s.Host()+"/web:one", func(context.Context, []byte) (Target, error) { return broken{newMemory(), cause}, nil }, o)
+	_, err := Pull(t.Context(), s.Host()+"/web:one", func(context.Context, []byte) (Target, error) {
+		return broken{newMemory(), cause}, nil
+	}, o)
 	if !errors.Is(err, cause) {
 		t.Errorf("%v", err)
 	}
@@ -229,8 +265,12 @@ func (b broken) PutChunk(context.Context, string, []byte) error { return b.err }
 
 func FuzzArtifact(f *testing.F) {
 	h := v1.Hash{Algorithm: "sha256", Hex: strings.Repeat("a", 64)}
-	raw, err := encodeArtifact(v1.Descriptor{MediaType: ManifestType, Size: 2, Digest: h}, v1.Descriptor{MediaType: UsesType, Size: 9, Digest: h},
-		[]packRef{{v1.Descriptor{MediaType: PackType, Size: 100, Digest: h}, v1.Descriptor{MediaType: IndexType, Size: 44, Digest: h}}}, nil, nil)
+	raw, err := encodeArtifact(v1.Descriptor{MediaType: ManifestType, Size: 2, Digest: h},
+		v1.Descriptor{MediaType: UsesType, Size: 9, Digest: h},
+		[]packRef{{
+			v1.Descriptor{MediaType: PackType, Size: 100, Digest: h},
+			v1.Descriptor{MediaType: IndexType, Size: 44, Digest: h},
+		}}, nil, nil)
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -239,7 +279,8 @@ func FuzzArtifact(f *testing.F) {
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		a, err := parseArtifact(raw)
 		if err != nil {
-			if !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrInvalid) && !errors.Is(err, fault.ErrUnsupported) {
+			if !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrInvalid) &&
+				!errors.Is(err, fault.ErrUnsupported) {
 				t.Fatal(err)
 			}
 			return

@@ -29,7 +29,9 @@ type built struct {
 // build writes a pack of the first chunks of ids, which are sorted, to the
 // new file path: as many as fit. The same chunks are the same bytes, so that a
 // registry has them once.
-func build(ctx context.Context, path string, ids []pack.ID, chunk func(context.Context, string) ([]byte, error), limit int64) (b *built, err error) {
+func build(
+	ctx context.Context, path string, ids []pack.ID, chunk func(context.Context, string) ([]byte, error), limit int64,
+) (b *built, err error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, err
@@ -71,7 +73,11 @@ func build(ctx context.Context, path string, ids []pack.ID, chunk func(context.C
 	if err := w.Flush(); err != nil {
 		return nil, err
 	}
-	b.desc = v1.Descriptor{MediaType: PackType, Size: info.Bytes, Digest: v1.Hash{Algorithm: "sha256", Hex: hex.EncodeToString(sum.Sum(nil))}}
+	b.desc = v1.Descriptor{
+		MediaType: PackType, Size: info.Bytes, Digest: v1.Hash{
+			Algorithm: "sha256", Hex: hex.EncodeToString(sum.Sum(nil)),
+		},
+	}
 	return b, nil
 }
 

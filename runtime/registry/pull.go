@@ -46,7 +46,9 @@ type Pulled struct {
 //
 // What is not there is ErrNotFound, without a login it may be ErrDenied, what
 // is no checkpoint is ErrInvalid, and a registry that sends nonsense ErrCorrupt.
-func Pull(ctx context.Context, ref string, begin func(ctx context.Context, manifest []byte) (Target, error), opts Options) (Pulled, error) {
+func Pull(
+	ctx context.Context, ref string, begin func(ctx context.Context, manifest []byte) (Target, error), opts Options,
+) (Pulled, error) {
 	r, err := parse(ref, opts)
 	if err != nil {
 		return Pulled{}, err

@@ -75,7 +75,8 @@ func Push(ctx context.Context, ref string, cp Checkpoint, about About, opts Opti
 		return Pushed{}, err
 	}
 	if _, ok := r.(name.Digest); ok {
-		return Pushed{}, fmt.Errorf("reference %q: %w: what is pushed gets its digest from its content", ref, fault.ErrInvalid)
+		return Pushed{}, fmt.Errorf("reference %q: %w: what is pushed gets its digest from its content", ref,
+			fault.ErrInvalid)
 	}
 	if len(about.Manifest) < 2 || len(about.Manifest) > maxManifest {
 		return Pushed{}, fmt.Errorf("a manifest of %d bytes: %w", len(about.Manifest), fault.ErrInvalid)
@@ -136,7 +137,8 @@ func (p *push) run(ctx context.Context, tags []name.Reference) error {
 		return err
 	}
 	for _, a := range found {
-		if a.m.Config.Digest == config.Digest && sameSubject(a.m.Subject, subject) && maps.Equal(a.m.Annotations, p.about.Annotations) {
+		if a.m.Config.Digest == config.Digest && sameSubject(a.m.Subject, subject) &&
+			maps.Equal(a.m.Annotations, p.about.Annotations) {
 			if whole, err := p.whole(ctx, a); err != nil {
 				return err
 			} else if whole {
@@ -198,7 +200,8 @@ func (p *push) look(ctx context.Context, tags []name.Reference) (found []*artifa
 	try := func(ref name.Reference) (bool, error) {
 		a, err := p.c.artifact(ctx, ref)
 		switch {
-		case errors.Is(err, fault.ErrNotFound), errors.Is(err, fault.ErrInvalid), errors.Is(err, fault.ErrUnsupported), errors.Is(err, fault.ErrCorrupt):
+		case errors.Is(err, fault.ErrNotFound), errors.Is(err, fault.ErrInvalid), errors.Is(err, fault.ErrUnsupported),
+			errors.Is(err, fault.ErrCorrupt):
 			return false, nil // nothing that could be of use
 		case err != nil:
 			return false, err
@@ -325,7 +328,9 @@ func (p *push) fresh(ctx context.Context) error {
 			return err
 		}
 		open := func() (io.ReadCloser, error) { return os.Open(b.path) }
-		err = p.upload(ctx, b.desc, open, func(n int64) { p.progress(int64(float64(b.raw) * float64(n) / float64(b.desc.Size))) })
+		err = p.upload(ctx, b.desc, open, func(n int64) {
+			p.progress(int64(float64(b.raw) * float64(n) / float64(b.desc.Size)))
+		})
 		if err != nil {
 			return err
 		}
@@ -356,7 +361,9 @@ func (p *push) progress(more int64) {
 }
 
 // upload stores a blob, unless it is there.
-func (p *push) upload(ctx context.Context, d v1.Descriptor, open func() (io.ReadCloser, error), sent func(int64)) error {
+func (p *push) upload(
+	ctx context.Context, d v1.Descriptor, open func() (io.ReadCloser, error), sent func(int64),
+) error {
 	read := false
 	b := &blob{desc: d, open: open, sent: func(n int64) {
 		read = true

@@ -45,10 +45,12 @@ func TestRoundTrip(t *testing.T) {
 	empty(t, o.Scratch)
 
 	a := s.artifact(t, "team/web", "before")
-	if want := a.m.Config.Size + a.uses.Size + a.packs[0].pack.Size + a.packs[0].index.Size; p.Bytes != want || want > src.bytes()/5 || p.Skipped != 0 {
+	if want := a.m.Config.Size + a.uses.Size + a.packs[0].pack.Size + a.packs[0].index.Size; p.Bytes != want ||
+		want > src.bytes()/5 || p.Skipped != 0 {
 		t.Errorf("%+v, the blobs have %d bytes", p, want)
 	}
-	if a.m.ArtifactType != ArtifactType || a.m.Config.MediaType != ManifestType || len(a.packs) != 1 || a.m.Subject != nil || a.m.Annotations["org.opencontainers.image.title"] != id1 {
+	if a.m.ArtifactType != ArtifactType || a.m.Config.MediaType != ManifestType || len(a.packs) != 1 ||
+		a.m.Subject != nil || a.m.Annotations["org.opencontainers.image.title"] != id1 {
 		t.Errorf("%s", a.raw)
 	}
 	if got := s.blob(t, "team/web", a.m.Config.Digest.String()); string(got) != string(about(id1).Manifest) {
@@ -191,7 +193,8 @@ func TestIncremental(t *testing.T) {
 	}
 	mustPush(t, s.Host()+"/web:three", small, about(id3, id2), o)
 	three := s.artifact(t, "web", "three")
-	if len(three.packs) != 2 || three.packs[0].pack.Digest != two.packs[1].pack.Digest || three.packs[1].pack.Digest == one.packs[0].pack.Digest {
+	if len(three.packs) != 2 || three.packs[0].pack.Digest != two.packs[1].pack.Digest ||
+		three.packs[1].pack.Digest == one.packs[0].pack.Digest {
 		t.Errorf("%s", three.raw)
 	}
 	dst = newMemory()
@@ -302,13 +305,17 @@ func TestReferrers(t *testing.T) {
 
 func TestReferences(t *testing.T) {
 	src := sample(1, 1, 10)
-	for _, ref := range []string{"", "web", "web:one", "me/web:one", "Me/web", "localhost/", "127.0.0.1:1/UP:x", "127.0.0.1:1/web@sha256:" + strings.Repeat("a", 64)} {
+	for _, ref := range []string{
+		"", "web", "web:one", "me/web:one", "Me/web", "localhost/", "127.0.0.1:1/UP:x",
+		"127.0.0.1:1/web@sha256:" + strings.Repeat("a", 64),
+	} {
 		if _, err := Push(t.Context(), ref, src, about(id1), fast(t)); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%q: %v", ref, err)
 		}
 	}
 	for _, id := range []string{"", "../../x", "a b"} {
-		if _, err := Push(t.Context(), "127.0.0.1:1/web", src, about(id), fast(t)); id != "" && !errors.Is(err, fault.ErrInvalid) {
+		if _, err := Push(t.Context(), "127.0.0.1:1/web", src, about(id), fast(t)); id != "" &&
+			!errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("id %q: %v", id, err)
 		}
 	}
@@ -365,7 +372,8 @@ func TestLogin(t *testing.T) {
 	t.Setenv("DOCKER_CONFIG", filepath.Join(home, ".docker"))
 	src := sample(1, 5, 100)
 	_, err := Push(t.Context(), s.Host()+"/web:one", src, about(id1), o)
-	if h := fault.Hint(err); !errors.Is(err, fault.ErrDenied) || len(h) == 0 || !strings.Contains(h[0], "docker login "+s.Host()) {
+	if h := fault.Hint(err); !errors.Is(err, fault.ErrDenied) || len(h) == 0 ||
+		!strings.Contains(h[0], "docker login "+s.Host()) {
 		t.Fatalf("%v, hints %q", err, h)
 	}
 	config, _ := json.Marshal(map[string]any{"auths": map[string]any{s.Host(): map[string]string{"auth": "YW5uOnNlY3JldA=="}}})
@@ -401,7 +409,8 @@ func TestTLSAndToken(t *testing.T) {
 			}
 			_ = json.NewEncoder(w).Encode(map[string]string{"token": "for " + scope})
 		case r.Header.Get("Authorization") == "Bearer for repository:web:push,pull",
-			r.Header.Get("Authorization") == "Bearer for repository:web:pull" && (r.Method == http.MethodGet || r.Method == http.MethodHead):
+			r.Header.Get("Authorization") == "Bearer for repository:web:pull" &&
+				(r.Method == http.MethodGet || r.Method == http.MethodHead):
 			inner.ServeHTTP(w, r)
 		default:
 			w.Header().Set("WWW-Authenticate", `Bearer realm="`+s.URL+`/token",service="x"`)
@@ -415,7 +424,8 @@ func TestTLSAndToken(t *testing.T) {
 	o.Transport = s.Client().Transport
 	src := sample(1, 5, 100)
 	o.Keychain = authn.NewMultiKeychain()
-	if _, err := Push(t.Context(), ref, src, about(id1), o); !errors.Is(err, fault.ErrDenied) || len(fault.Hint(err)) == 0 {
+	if _, err := Push(t.Context(), ref, src, about(id1), o); !errors.Is(err, fault.ErrDenied) ||
+		len(fault.Hint(err)) == 0 {
 		t.Errorf("without a login: %v", err)
 	}
 	o.Keychain = keys{}

@@ -84,7 +84,9 @@ func take(t *testing.T, s *store.Store, c store.Checkpoint, files tree, pages []
 	}
 	var done store.Checkpoint
 	if err == nil {
-		done, err = d.Commit(ctx, store.Manifest{TCP: "established", Processes: &store.Processes{Count: 1, List: []store.Process{{Pid: 1, Command: "sh"}}}})
+		done, err = d.Commit(ctx, store.Manifest{
+			TCP: "established", Processes: &store.Processes{Count: 1, List: []store.Process{{Pid: 1, Command: "sh"}}},
+		})
 	}
 	if err != nil {
 		t.Fatal(err, d.Abort(context.WithoutCancel(ctx), err))
@@ -160,15 +162,19 @@ func push(t *testing.T, s *store.Store, ref, id string, o registry.Options) regi
 }
 
 // pull does what an Engine does.
-func pull(ctx context.Context, s *store.Store, ref string, o registry.Options) (store.Checkpoint, registry.Pulled, error) {
+func pull(
+	ctx context.Context, s *store.Store, ref string, o registry.Options,
+) (store.Checkpoint, registry.Pulled, error) {
 	var d *store.Draft
 	p, err := registry.Pull(ctx, ref, func(ctx context.Context, data []byte) (registry.Target, error) {
 		m, err := store.ParseManifest(data)
 		if err != nil {
 			return nil, err
 		}
-		d, err = s.BeginCheckpoint(ctx, store.Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
-			Parent: m.Parent, Trigger: m.Trigger, Created: m.Created, ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec})
+		d, err = s.BeginCheckpoint(ctx, store.Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID,
+			SandboxName: m.SandboxName, Kind: m.Kind,
+			Parent: m.Parent, Trigger: m.Trigger, Created: m.Created, ImageDigest: m.ImageDigest,
+			Labels: m.Labels, Spec: m.Spec})
 		return d, err
 	}, o)
 	var done store.Checkpoint
@@ -210,11 +216,17 @@ func TestStores(t *testing.T) {
 		files[fmt.Sprintf("f%03d", i)] = noise(uint64(100+i), 2000)
 	}
 	pages := noise(2, 4<<20)
-	box := store.Sandbox{ID: store.NewID(), Name: "web", Backend: "oci", Spec: json.RawMessage(`{"id":"x"}`), Image: "busybox", ImageDigest: "sha256:1", Lower: []string{"/a"}}
+	box := store.Sandbox{
+		ID: store.NewID(), Name: "web", Backend: "oci", Spec: json.RawMessage(`{"id":"x"}`), Image: "busybox",
+		ImageDigest: "sha256:1", Lower: []string{"/a"},
+	}
 	if err := from.PutSandbox(t.Context(), box); err != nil {
 		t.Fatal(err)
 	}
-	base := store.Checkpoint{SandboxID: box.ID, SandboxName: box.Name, Kind: store.KindFull, Trigger: "manual", ImageDigest: box.ImageDigest, Spec: box.Spec}
+	base := store.Checkpoint{
+		SandboxID: box.ID, SandboxName: box.Name, Kind: store.KindFull, Trigger: "manual",
+		ImageDigest: box.ImageDigest, Spec: box.Spec,
+	}
 	one := take(t, from, base, files, pages)
 	whole := push(t, from, host+"/team/web:one", one.ID, o)
 	got, _, err := pull(t.Context(), to, host+"/team/web:one", o)

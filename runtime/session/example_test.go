@@ -17,7 +17,9 @@ func Example() {
 		defer svc.Close()
 		s := session.New(svc)
 		defer func() { err = errors.Join(err, s.Close(ctx)) }()
-		sb, err := s.Run(ctx, runtime.CreateRequest{Spec: runtime.Spec{Image: "busybox", Args: []string{"sleep", "1000"}}})
+		sb, err := s.Run(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+			Image: "busybox", Args: []string{"sleep", "1000"},
+		}})
 		if err != nil {
 			return err
 		}

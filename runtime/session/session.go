@@ -60,7 +60,8 @@ func (s *Session) Run(ctx context.Context, req runtime.CreateRequest) (runtime.S
 		return sb, err
 	}
 	if _, err := s.svc.Start(ctx, sb.ID, nil); err != nil {
-		return runtime.Sandbox{}, errors.Join(err, s.svc.Remove(context.WithoutCancel(ctx), sb.ID, runtime.RemoveOptions{Force: true}))
+		return runtime.Sandbox{}, errors.Join(err, s.svc.Remove(context.WithoutCancel(ctx), sb.ID,
+			runtime.RemoveOptions{Force: true}))
 	}
 	return s.svc.Sandbox(ctx, sb.ID)
 }
@@ -68,7 +69,9 @@ func (s *Session) Run(ctx context.Context, req runtime.CreateRequest) (runtime.S
 // Open returns the sandbox that the request names at the newest ready checkpoint that match
 // (Checkpoint, or Trigger and Labels) selects, made again if it was removed, or a fresh one if it
 // does not exist. It leaves alone a sandbox without such a checkpoint, and returns ErrExists.
-func (s *Session) Open(ctx context.Context, req runtime.CreateRequest, match runtime.RestoreOptions) (runtime.Sandbox, error) {
+func (s *Session) Open(
+	ctx context.Context, req runtime.CreateRequest, match runtime.RestoreOptions,
+) (runtime.Sandbox, error) {
 	r, err := s.svc.Restore(ctx, req.Spec.Name, match)
 	if errors.Is(err, runtime.ErrNotFound) {
 		return s.Run(ctx, req)
@@ -82,7 +85,9 @@ func (s *Session) Open(ctx context.Context, req runtime.CreateRequest, match run
 }
 
 // Checkpoint takes one and waits until it is ready. With keep it outlives the session.
-func (s *Session) Checkpoint(ctx context.Context, sandbox string, keep bool, opts runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+func (s *Session) Checkpoint(
+	ctx context.Context, sandbox string, keep bool, opts runtime.CheckpointOptions,
+) (runtime.Checkpoint, error) {
 	opts.Labels = s.own(opts.Labels)
 	c, err := s.svc.Checkpoint(ctx, sandbox, opts)
 	if err == nil && keep {

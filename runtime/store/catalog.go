@@ -61,33 +61,34 @@ func (s *Store) loadCatalog(ctx context.Context) (*catalog, error) {
 	var last []byte
 	for more := true; more; {
 		first := len(c.ids)
-		err := s.query(ctx, "SELECT id, pack, off, stored, raw, packed FROM blobs WHERE id > ? ORDER BY id LIMIT ?", []any{append([]byte{}, last...), catalogBatch}, func(row *sql.Rows) error {
-			var id sql.RawBytes
-			var x slot
-			var num int64
-			var packed bool
-			if err := row.Scan(&id, &num, &x.off, &x.stored, &x.raw, &packed); err != nil {
-				return err
-			}
-			if len(id) != len(pack.ID{}) || x.raw&packedBit != 0 {
-				return fmt.Errorf("index: impossible piece %x: %w", []byte(id), fault.ErrCorrupt)
-			}
-			if packed {
-				x.raw |= packedBit
-			}
-			if len(c.ids) == 1<<31 {
-				return fmt.Errorf("too many pieces: %w", fault.ErrUnsupported)
-			}
-			p, ok := place[num]
-			if !ok {
-				p = uint32(len(c.packs))
-				c.packs = append(c.packs, packRow{num: num})
-				place[num] = p
-			}
-			x.pack = p
-			c.ids, c.slots = append(c.ids, pack.ID(id)), append(c.slots, x)
-			return nil
-		})
+		err := s.query(ctx, "SELECT id, pack, off, stored, raw, packed FROM blobs WHERE id > ? ORDER BY id LIMIT ?",
+			[]any{append([]byte{}, last...), catalogBatch}, func(row *sql.Rows) error {
+				var id sql.RawBytes
+				var x slot
+				var num int64
+				var packed bool
+				if err := row.Scan(&id, &num, &x.off, &x.stored, &x.raw, &packed); err != nil {
+					return err
+				}
+				if len(id) != len(pack.ID{}) || x.raw&packedBit != 0 {
+					return fmt.Errorf("index: impossible piece %x: %w", []byte(id), fault.ErrCorrupt)
+				}
+				if packed {
+					x.raw |= packedBit
+				}
+				if len(c.ids) == 1<<31 {
+					return fmt.Errorf("too many pieces: %w", fault.ErrUnsupported)
+				}
+				p, ok := place[num]
+				if !ok {
+					p = uint32(len(c.packs))
+					c.packs = append(c.packs, packRow{num: num})
+					place[num] = p
+				}
+				x.pack = p
+				c.ids, c.slots = append(c.ids, pack.ID(id)), append(c.slots, x)
+				return nil
+			})
 		if err != nil {
 			return nil, err
 		}
@@ -226,7 +227,9 @@ func (v *survey) checkpoint(ctx context.Context, r *Reader) (n needed, damage []
 		return err
 	}
 	for i, t := range r.manifest.trees() {
-		if err := v.tree(ctx, r, t, &n, func(err error) error { return hurt(fmt.Sprintf("list of files %d", i), err) }); err != nil {
+		if err := v.tree(ctx, r, t, &n, func(err error) error {
+			return hurt(fmt.Sprintf("list of files %d", i), err)
+		}); err != nil {
 			return n, damage, err
 		}
 	}

@@ -62,7 +62,8 @@ const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, err
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
 func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+", pulled, attached FROM checkpoints "+where, args...)
+	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+
+		", pulled, attached FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
 	}
@@ -71,15 +72,18 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 		var c Checkpoint
 		var labels, warnings, spec, tags, attached string
 		var created, frozen int64
-		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error, &c.Parent, &c.Trigger, &created,
-			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added, &c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Foreign, &attached)
+		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error,
+			&c.Parent, &c.Trigger, &created,
+			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added,
+			&c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Foreign, &attached)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}
 		c.Created = time.Unix(0, created).UTC()
 		c.Frozen = time.Duration(frozen)
 		c.Spec = raw(spec)
-		if err := errors.Join(json.Unmarshal([]byte(labels), &c.Labels), json.Unmarshal([]byte(warnings), &c.Warnings), json.Unmarshal([]byte(tags), &c.Tags)); err != nil {
+		if err := errors.Join(json.Unmarshal([]byte(labels), &c.Labels), json.Unmarshal([]byte(warnings), &c.Warnings),
+			json.Unmarshal([]byte(tags), &c.Tags)); err != nil {
 			return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
 		}
 		if attached != "" {
@@ -141,13 +145,14 @@ next:
 func (s *Store) NewestCheckpoints(ctx context.Context) (map[string]time.Time, error) {
 	newest := map[string]time.Time{}
 	err := s.query(ctx, `SELECT sandbox_id, max(created) FROM checkpoints
-		WHERE status = 'ready' AND trigger_name <> 'undo' AND pulled = 0 GROUP BY sandbox_id`, nil, func(row *sql.Rows) error {
-		var id string
-		var at int64
-		err := row.Scan(&id, &at)
-		newest[id] = time.Unix(0, at).UTC()
-		return err
-	})
+		WHERE status = 'ready' AND trigger_name <> 'undo' AND pulled = 0 GROUP BY sandbox_id`, nil,
+		func(row *sql.Rows) error {
+			var id string
+			var at int64
+			err := row.Scan(&id, &at)
+			newest[id] = time.Unix(0, at).UTC()
+			return err
+		})
 	return newest, err
 }
 
@@ -164,13 +169,14 @@ func (s *Store) Forks(ctx context.Context, sandbox string) (map[string][]Fork, e
 	err := s.query(ctx, `SELECT at, id, coalesce((SELECT name FROM sandboxes WHERE sandboxes.id = found.id), min(name)) FROM (
 		SELECT head AS at, id, name FROM sandboxes UNION ALL
 		SELECT parent, sandbox_id, sandbox_name FROM checkpoints WHERE status = 'ready') AS found
-		WHERE id <> ?1 AND at IN (SELECT id FROM checkpoints WHERE sandbox_id = ?1) GROUP BY at, id ORDER BY 3, id`, []any{sandbox}, func(row *sql.Rows) error {
-		var at string
-		var f Fork
-		err := row.Scan(&at, &f.ID, &f.Name)
-		forks[at] = append(forks[at], f)
-		return err
-	})
+		WHERE id <> ?1 AND at IN (SELECT id FROM checkpoints WHERE sandbox_id = ?1) GROUP BY at, id ORDER BY 3, id`,
+		[]any{sandbox}, func(row *sql.Rows) error {
+			var at string
+			var f Fork
+			err := row.Scan(&at, &f.ID, &f.Name)
+			forks[at] = append(forks[at], f)
+			return err
+		})
 	return forks, err
 }
 
@@ -236,12 +242,16 @@ func (s *Store) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoi
 // named finds a name, else a tag, else a prefix of an id, among the checkpoints that a
 // condition over ?2 selects.
 func (s *Store) named(ctx context.Context, name, where string, arg any) ([]Checkpoint, error) {
-	list, err := s.checkpoints(ctx, "WHERE name = ?1 AND status = 'ready' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+	list, err := s.checkpoints(ctx, "WHERE name = ?1 AND status = 'ready' AND "+where+
+		" ORDER BY seq DESC LIMIT 11", name, arg)
 	if err == nil && len(list) == 0 {
-		list, err = s.checkpoints(ctx, "WHERE id IN (SELECT checkpoint_id FROM tags WHERE tag = ?1) AND status = 'ready' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+		list, err = s.checkpoints(ctx,
+			"WHERE id IN (SELECT checkpoint_id FROM tags WHERE tag = ?1) AND status = 'ready' AND "+where+
+				" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
 	if err == nil && len(list) == 0 && isPrefix(name) {
-		list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+" ORDER BY seq DESC LIMIT 11", name, arg)
+		list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+
+			" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
 	return list, err
 }
@@ -292,7 +302,8 @@ func (s *Store) setFailed(ctx context.Context, id, reason string) error {
 		reason = reason[:maxError]
 	}
 	return s.release(ctx, "record the failure", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = ?, digest = '', bytes = 0 WHERE id = ?",
+		_, err := tx.ExecContext(ctx,
+			"UPDATE checkpoints SET status = 'failed', error = ?, digest = '', bytes = 0 WHERE id = ?",
 			strings.ToValidUTF8(reason, "?"), id)
 		return err
 	})
@@ -363,7 +374,8 @@ func (s *Store) setReady(ctx context.Context, id string, p published) (nums []in
 	err = s.write(ctx, "make the checkpoint ready", func(tx *sql.Tx) error {
 		nums = nums[:0]
 		var name, sandbox string
-		err := tx.QueryRowContext(ctx, "SELECT name, sandbox_id FROM checkpoints WHERE id = ? AND status = 'pending'", id).Scan(&name, &sandbox)
+		err := tx.QueryRowContext(ctx, "SELECT name, sandbox_id FROM checkpoints WHERE id = ? AND status = 'pending'",
+			id).Scan(&name, &sandbox)
 		if errors.Is(err, sql.ErrNoRows) {
 			return fmt.Errorf("checkpoint %s was removed meanwhile: %w", id, fault.ErrState)
 		}
@@ -371,7 +383,9 @@ func (s *Store) setReady(ctx context.Context, id string, p published) (nums []in
 			return err
 		}
 		var taken string
-		err = tx.QueryRowContext(ctx, "SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'", sandbox, name).Scan(&taken)
+		err = tx.QueryRowContext(ctx,
+			"SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'",
+			sandbox, name).Scan(&taken)
 		switch {
 		case err == nil:
 			return nameTaken(name, taken)
@@ -388,8 +402,10 @@ func (s *Store) setReady(ctx context.Context, id string, p published) (nums []in
 		if err := failpoint.Hit("store.commit.in-transaction"); err != nil {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, `UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?,
-			added = ?, unchanged = ?, pulled = pulled OR ?, attached = ? WHERE id = ?`, p.digest, p.bytes, m.Files[0].Entries, processes, encode(warnings), added, added == 0, p.asIs, m.Attached.record(), id)
+		_, err = tx.ExecContext(ctx,
+			`UPDATE checkpoints SET status = 'ready', error = '', digest = ?, bytes = ?, files = ?, processes = ?, warnings = ?,
+			added = ?, unchanged = ?, pulled = pulled OR ?, attached = ? WHERE id = ?`, p.digest, p.bytes,
+			m.Files[0].Entries, processes, encode(warnings), added, added == 0, p.asIs, m.Attached.record(), id)
 		return err
 	})
 	return nums, err

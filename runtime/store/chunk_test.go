@@ -241,7 +241,9 @@ func TestListsAreCut(t *testing.T) {
 	b := put(t, s, "c")
 	list := []overlay.Entry{{Path: ".", Type: overlay.TypeDir}}
 	for i := range 20_000 {
-		list = append(list, overlay.Entry{Path: fmt.Sprintf("file-%06d", i), Type: overlay.TypeDir, Mode: 0o755, Mtime: overlay.Time{Sec: int64(i)}})
+		list = append(list, overlay.Entry{
+			Path: fmt.Sprintf("file-%06d", i), Type: overlay.TypeDir, Mode: 0o755, Mtime: overlay.Time{Sec: int64(i)},
+		})
 	}
 	one, tree, err := treeOf(ctx, s, b, list)
 	must(t, err)
@@ -286,7 +288,9 @@ func pull(ctx context.Context, from, to *Store, id string, spare int) (Checkpoin
 	}
 	defer r.Close()
 	m := r.Manifest()
-	d, err := to.BeginCheckpoint(ctx, Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Created: m.Created})
+	d, err := to.BeginCheckpoint(ctx, Checkpoint{
+		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Created: m.Created,
+	})
 	if err != nil {
 		return Checkpoint{}, err
 	}
@@ -382,7 +386,8 @@ func TestSweepPacks(t *testing.T) {
 		t.Fatal(did)
 	}
 	same(t, s, lost.ID, sample(2, 100_000))
-	if c := must1(s.Checkpoint(ctx, lost.ID)); c.Bytes != lost.Bytes || c.Added != lost.Added || c.Digest != lost.Digest || c.Unchanged {
+	if c := must1(s.Checkpoint(ctx, lost.ID)); c.Bytes != lost.Bytes || c.Added != lost.Added ||
+		c.Digest != lost.Digest || c.Unchanged {
 		t.Errorf("%+v\n%+v", c, lost)
 	}
 	tidy(t, s)
@@ -465,7 +470,9 @@ func TestManySmallFiles(t *testing.T) {
 					t.Error(err, chunks)
 					return
 				}
-				list[i+1] = overlay.Entry{Path: fmt.Sprintf("f%05d", i), Type: overlay.TypeFile, Size: 4096, Digest: digest}
+				list[i+1] = overlay.Entry{
+					Path: fmt.Sprintf("f%05d", i), Type: overlay.TypeFile, Size: 4096, Digest: digest,
+				}
 			}
 		})
 	}

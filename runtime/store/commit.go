@@ -78,7 +78,8 @@ func (d *Draft) CommitAs(ctx context.Context, m Manifest) (Checkpoint, error) {
 	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err
 	}
-	if m.ID != d.row.ID || m.SandboxID != d.row.SandboxID || m.Kind != d.row.Kind || len(d.trees) > 0 || d.images != nil {
+	if m.ID != d.row.ID || m.SandboxID != d.row.SandboxID || m.Kind != d.row.Kind ||
+		len(d.trees) > 0 || d.images != nil {
 		return Checkpoint{}, fmt.Errorf("checkpoint %s: its manifest is of another: %w", d.row.ID, fault.ErrInvalid)
 	}
 	data, err := m.Encode()
@@ -134,7 +135,8 @@ func (d *Draft) fill(m *Manifest) error {
 		m.Attached = &own
 	}
 	if need := len(m.trees()); len(d.trees) != need {
-		return fmt.Errorf("checkpoint %s has %d trees, %d are needed: %w", d.row.ID, len(d.trees), need, fault.ErrInvalid)
+		return fmt.Errorf("checkpoint %s has %d trees, %d are needed: %w", d.row.ID, len(d.trees),
+			need, fault.ErrInvalid)
 	}
 	for n, t := range m.trees() {
 		put, ok := d.trees[n]
@@ -218,7 +220,10 @@ func (d *Draft) writeManifest(data []byte, origin string) error {
 }
 
 // publish makes the pack, then the manifest, then the rows visible to other processes.
-func (d *Draft) publish(ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64, next *indexCache, asIs bool) (Checkpoint, error) {
+func (d *Draft) publish(
+	ctx context.Context, m Manifest, data []byte, need []pack.ID, info pack.Info, stored int64,
+	next *indexCache, asIs bool,
+) (Checkpoint, error) {
 	if err := d.alive(ctx); err != nil {
 		return Checkpoint{}, err
 	}

@@ -40,7 +40,10 @@ func TestDamageIsFound(t *testing.T) {
 	s := open(t, t.TempDir())
 	b := put(t, s, "c")
 	r := rand.New(rand.NewPCG(1, 1))
-	data := content{files: map[string][]byte{"a": block(r, 700), "b": []byte("b")}, images: map[string][]byte{"pages-1.img": block(r, 4196), "core-1.img": block(r, 50)}}
+	data := content{
+		files:  map[string][]byte{"a": block(r, 700), "b": []byte("b")},
+		images: map[string][]byte{"pages-1.img": block(r, 4196), "core-1.img": block(r, 50)},
+	}
 	c := taken(t, s, of(b, "", KindFull), data)
 	paths := packsOf(t, s)
 	if len(paths) != 1 {
@@ -111,9 +114,18 @@ func TestDamageIsNamed(t *testing.T) {
 		words []string
 		read  func(r *Reader) error
 	}{
-		"file":                   {whereIs(data.files["small"]), []string{"small: "}, func(r *Reader) error { _, err := filesOf(ctx, r, 0); return err }},
-		"two files in one piece": {whereIs(data.files["twin"]), []string{"twin: "}, func(r *Reader) error { _, err := filesOf(ctx, r, 0); return err }},
-		"volume":                 {whereIs(data.volume["inside"]), []string{"vol:inside: "}, func(r *Reader) error { _, err := filesOf(ctx, r, 1); return err }},
+		"file": {whereIs(data.files["small"]), []string{"small: "}, func(r *Reader) error {
+			_, err := filesOf(ctx, r, 0)
+			return err
+		}},
+		"two files in one piece": {whereIs(data.files["twin"]), []string{"twin: "}, func(r *Reader) error {
+			_, err := filesOf(ctx, r, 0)
+			return err
+		}},
+		"volume": {whereIs(data.volume["inside"]), []string{"vol:inside: "}, func(r *Reader) error {
+			_, err := filesOf(ctx, r, 1)
+			return err
+		}},
 		"image": {whereIs(data.images["core-1.img"]), []string{"process image core-1.img: "}, func(r *Reader) error {
 			f, err := r.Image(ctx, "core-1.img")
 			must(t, err)
@@ -121,10 +133,13 @@ func TestDamageIsNamed(t *testing.T) {
 			wantErr(t, f.Close(), fault.ErrCorrupt)
 			return err
 		}},
-		"pages": {whereIs(pages[64<<10 : 128<<10]), []string{"process image pages-1.img: "}, func(r *Reader) error { return r.ExtractImages(ctx, filepath.Join(t.TempDir(), "x")) }},
+		"pages": {whereIs(pages[64<<10 : 128<<10]), []string{"process image pages-1.img: "}, func(r *Reader) error {
+			return r.ExtractImages(ctx, filepath.Join(t.TempDir(), "x"))
+		}},
 	} {
 		damage(t, path, func(b []byte) []byte { b[x.at+3] ^= 4; return b }, func() {
-			wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt, append(x.words, "piece blake3:", filepath.Base(path))...)
+			wantErr(t, s.VerifyCheckpoint(ctx, c.ID), fault.ErrCorrupt,
+				append(x.words, "piece blake3:", filepath.Base(path))...)
 			r, err := s.OpenCheckpoint(ctx, c.ID)
 			must(t, err)
 			defer r.Close()
@@ -144,7 +159,9 @@ func TestMissingAndSurplusFiles(t *testing.T) {
 	b := put(t, s, "c")
 	c := taken(t, s, of(b, "", KindFull), sample(1, 1000))
 	dir := s.published(c.ID)
-	for path, word := range map[string]string{filepath.Join(dir, ManifestName): ManifestName, packsOf(t, s)[0]: "pack"} {
+	for path, word := range map[string]string{
+		filepath.Join(dir, ManifestName): ManifestName, packsOf(t, s)[0]: "pack",
+	} {
 		for what, replace := range map[string]func(path string) error{
 			"missing": func(string) error { return nil },
 			"symlink": func(path string) error { return os.Symlink(path+".was", path) },
@@ -240,9 +257,11 @@ func TestNoSpace(t *testing.T) {
 	before := free(t, dir)
 	big := sample(2, 64<<20)
 	for name, x := range map[string]content{
-		"data":   {files: big.files, images: map[string][]byte{"a.img": nil}},
-		"pages":  {files: map[string][]byte{"x": nil}, images: map[string][]byte{"pages-1.img": big.files["dir/big"]}},
-		"images": {files: map[string][]byte{"x": nil}, images: map[string][]byte{"a.img": big.files["dir/big"][:13<<20]}},
+		"data":  {files: big.files, images: map[string][]byte{"a.img": nil}},
+		"pages": {files: map[string][]byte{"x": nil}, images: map[string][]byte{"pages-1.img": big.files["dir/big"]}},
+		"images": {
+			files: map[string][]byte{"x": nil}, images: map[string][]byte{"a.img": big.files["dir/big"][:13<<20]},
+		},
 	} {
 		_, err := take(ctx, s, of(b, "second", KindFull), x)
 		if !errors.Is(err, syscall.ENOSPC) {

@@ -98,16 +98,22 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		if err := joinLease(ctx, tx, c.Lease); err != nil {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Foreign)
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+
+			", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent,
+			c.Trigger, c.Created.UnixNano(),
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen),
+			encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Foreign)
 		return err
 	})
 	if err != nil {
 		lock.Unlock()
 		return nil, err
 	}
-	d := &Draft{s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{}, lines: map[int][]overlay.Chunk{}}
+	d := &Draft{
+		s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{},
+		lines: map[int][]overlay.Chunk{},
+	}
 	d.pack, err = pack.Create(s.packsDir())
 	if err == nil {
 		err = failpoint.Hit("store.begin.before-dir")
@@ -141,7 +147,8 @@ func (c *Checkpoint) check() error {
 	if len(c.Trigger) > maxTrigger || !printable(c.Trigger, "") {
 		return fmt.Errorf("trigger %.64q: at most %d bytes of text: %w", c.Trigger, maxTrigger, fault.ErrInvalid)
 	}
-	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName), ValidLabels(c.Labels), validSpec(c.Spec))
+	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName),
+		ValidLabels(c.Labels), validSpec(c.Spec))
 }
 
 // ID is the checkpoint's.

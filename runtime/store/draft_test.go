@@ -60,10 +60,14 @@ func TestCommit(t *testing.T) {
 
 			got, err := s.Checkpoint(ctx, done.ID)
 			must(t, err)
-			if d := cmp.Diff(done, got, cmp.Transformer("labels", func(m map[string]string) string { return fmt.Sprint(m) })); d != "" {
+			if d := cmp.Diff(done, got, cmp.Transformer("labels", func(m map[string]string) string {
+				return fmt.Sprint(m)
+			})); d != "" {
 				t.Errorf("returned and recorded differ: %s", d)
 			}
-			if got.Status != Ready || got.Files != 6 || got.Frozen != time.Second || got.Parent != parent || !slices.Equal(got.Warnings, m.Warnings) || (got.Processes == 2) != (kind == KindFull) || got.Unchanged || got.Added == 0 {
+			if got.Status != Ready || got.Files != 6 || got.Frozen != time.Second || got.Parent != parent ||
+				!slices.Equal(got.Warnings, m.Warnings) || (got.Processes == 2) != (kind == KindFull) ||
+				got.Unchanged || got.Added == 0 {
 				t.Errorf("%+v", got)
 			}
 			packed += got.Added
@@ -124,9 +128,15 @@ func TestBeginRefuses(t *testing.T) {
 	taken(t, s, of(b, "n", KindFiles), sample(1, 10)) // the name is the sandbox's
 
 	for _, change := range []func(*Checkpoint){
-		func(c *Checkpoint) { c.Name = "../x" }, func(c *Checkpoint) { c.ID = "../../../etc" }, func(c *Checkpoint) { c.SandboxID = "" },
-		func(c *Checkpoint) { c.SandboxName = "" }, func(c *Checkpoint) { c.Kind = "" }, func(c *Checkpoint) { c.Parent = "x" }, func(c *Checkpoint) { c.Trigger = "a\nb" },
-		func(c *Checkpoint) { c.Trigger = strings.Repeat("t", 257) }, func(c *Checkpoint) { c.Labels = map[string]string{"=": ""} }, func(c *Checkpoint) { c.Spec = []byte("nope") },
+		func(c *Checkpoint) { c.Name = "../x" }, func(c *Checkpoint) {
+			c.ID = "../../../etc"
+		}, func(c *Checkpoint) { c.SandboxID = "" },
+		func(c *Checkpoint) { c.SandboxName = "" }, func(c *Checkpoint) { c.Kind = "" }, func(c *Checkpoint) {
+			c.Parent = "x"
+		}, func(c *Checkpoint) { c.Trigger = "a\nb" },
+		func(c *Checkpoint) { c.Trigger = strings.Repeat("t", 257) }, func(c *Checkpoint) {
+			c.Labels = map[string]string{"=": ""}
+		}, func(c *Checkpoint) { c.Spec = []byte("nope") },
 	} {
 		c := of(a, "", KindFiles)
 		change(&c)
@@ -178,21 +188,35 @@ func TestCommitRefuses(t *testing.T) {
 		sentinel error
 		words    string
 	}{
-		"no tree":     {KindFiles, func(d *Draft) error { return nil }, fault.ErrInvalid, "trees"},
-		"wrong tree":  {KindFiles, func(d *Draft) error { return putFiles(ctx, d, 1, files.files) }, fault.ErrInvalid, "tree 0"},
-		"a tree more": {KindFiles, func(d *Draft) error { return errors.Join(tree(d), putFiles(ctx, d, 1, files.files)) }, fault.ErrInvalid, "2 trees"},
-		"twice":       {KindFiles, func(d *Draft) error { return errors.Join(tree(d), tree(d)) }, fault.ErrInvalid, "once"},
-		"empty tree":  {KindFiles, func(d *Draft) error { return entry(d) }, fault.ErrInvalid, "no entries"},
+		"no tree": {KindFiles, func(d *Draft) error { return nil }, fault.ErrInvalid, "trees"},
+		"wrong tree": {KindFiles, func(d *Draft) error {
+			return putFiles(ctx, d, 1, files.files)
+		}, fault.ErrInvalid, "tree 0"},
+		"a tree more": {KindFiles, func(d *Draft) error {
+			return errors.Join(tree(d), putFiles(ctx, d, 1, files.files))
+		}, fault.ErrInvalid, "2 trees"},
+		"twice": {KindFiles, func(d *Draft) error {
+			return errors.Join(tree(d), tree(d))
+		}, fault.ErrInvalid, "once"},
+		"empty tree": {KindFiles, func(d *Draft) error { return entry(d) }, fault.ErrInvalid, "no entries"},
 		"out of order": {KindFiles, func(d *Draft) error {
-			return entry(d, top, overlay.Entry{Path: "b", Type: overlay.TypeDir}, overlay.Entry{Path: "a", Type: overlay.TypeDir})
+			return entry(d, top, overlay.Entry{Path: "b", Type: overlay.TypeDir},
+				overlay.Entry{Path: "a", Type: overlay.TypeDir})
 		}, fault.ErrInvalid, "after"},
 		"unknown piece": {KindFiles, func(d *Draft) error {
 			return entry(d, top, overlay.Entry{Path: "a", Type: overlay.TypeFile, Size: 3, Digest: stranger})
 		}, fault.ErrCorrupt, stranger},
-		"no digest":    {KindFiles, func(d *Draft) error { return entry(d, top, overlay.Entry{Path: "a", Type: overlay.TypeFile, Size: 3}) }, fault.ErrCorrupt, "digest"},
-		"no images":    {KindFull, func(d *Draft) error { d.CRIUDir(); return errors.Join(tree(d), d.PutImages(ctx)) }, fault.ErrInvalid, "process images"},
+		"no digest": {KindFiles, func(d *Draft) error {
+			return entry(d, top, overlay.Entry{Path: "a", Type: overlay.TypeFile, Size: 3})
+		}, fault.ErrCorrupt, "digest"},
+		"no images": {KindFull, func(d *Draft) error {
+			d.CRIUDir()
+			return errors.Join(tree(d), d.PutImages(ctx))
+		}, fault.ErrInvalid, "process images"},
 		"images unput": {KindFull, tree, fault.ErrInvalid, "process images"},
-		"no directory": {KindFull, func(d *Draft) error { return errors.Join(tree(d), d.PutImages(ctx)) }, nil, ImagesName},
+		"no directory": {KindFull, func(d *Draft) error {
+			return errors.Join(tree(d), d.PutImages(ctx))
+		}, nil, ImagesName},
 		"images": {KindFiles, func(d *Draft) error {
 			return errors.Join(tree(d), os.WriteFile(d.CRIUDir()+"/x.img", nil, 0o600), d.PutImages(ctx))
 		}, fault.ErrInvalid, "files-only"},
@@ -205,7 +229,9 @@ func TestCommitRefuses(t *testing.T) {
 		"a fifo": {KindFull, func(d *Draft) error {
 			return errors.Join(tree(d), unix.Mkfifo(d.CRIUDir()+"/pages-1.img", 0o600), d.PutImages(ctx))
 		}, fault.ErrCorrupt, "pages-1.img"},
-		"foreign bytes": {KindFiles, func(d *Draft) error { return errors.Join(tree(d), d.PutChunk(ctx, stranger, []byte("something else"))) }, fault.ErrCorrupt, stranger},
+		"foreign bytes": {KindFiles, func(d *Draft) error {
+			return errors.Join(tree(d), d.PutChunk(ctx, stranger, []byte("something else")))
+		}, fault.ErrCorrupt, stranger},
 	} {
 		t.Run(name, func(t *testing.T) {
 			d, err := s.BeginCheckpoint(ctx, of(b, "", x.kind))
@@ -242,7 +268,8 @@ func TestCancelBeforeCommit(t *testing.T) {
 	}
 	must(t, d.Abort(ctx, err)) // a cancelled context does not stop it
 	tidy(t, s)
-	if c := must1(s.Checkpoint(context.Background(), d.ID())); c.Status != Failed || !strings.Contains(c.Error, "canceled") {
+	if c := must1(s.Checkpoint(context.Background(), d.ID())); c.Status != Failed ||
+		!strings.Contains(c.Error, "canceled") {
 		t.Errorf("%+v", c)
 	}
 }
@@ -258,12 +285,15 @@ func TestAbort(t *testing.T) {
 		d, err := s.BeginCheckpoint(ctx, of(b, "", KindFull))
 		must(t, err)
 		must(t, os.Mkdir(filepath.Join(d.Dir(), "work"), 0o700))
-		must(t, os.WriteFile(filepath.Join(d.Dir(), "work", "dump.log"), append(bytes.Repeat([]byte("x"), keptLog), "the end"...), 0o644))
+		must(t, os.WriteFile(filepath.Join(d.Dir(), "work", "dump.log"),
+			append(bytes.Repeat([]byte("x"), keptLog), "the end"...), 0o644))
 		must(t, os.Symlink(secret, filepath.Join(d.Dir(), "link.log")))
 		must(t, unix.Mkfifo(filepath.Join(d.Dir(), "fifo.log"), 0o600))
-		_, err = entriesOf(ctx, d.Sink(), map[string][]byte{"a": bytes.Repeat([]byte(fmt.Sprint(i)), 4<<20)}) // an unfinished pack
+		// an unfinished pack
+		_, err = entriesOf(ctx, d.Sink(), map[string][]byte{"a": bytes.Repeat([]byte(fmt.Sprint(i)), 4<<20)})
 		must(t, err)
-		must(t, d.Abort(ctx, fmt.Errorf("reason %d", i), "work/dump.log", "link.log", "fifo.log", "../"+filepath.Base(secret), "/etc/passwd", "none.log"))
+		must(t, d.Abort(ctx, fmt.Errorf("reason %d", i), "work/dump.log", "link.log", "fifo.log",
+			"../"+filepath.Base(secret), "/etc/passwd", "none.log"))
 		must(t, d.Abort(ctx, errors.New("again")))
 		_, _, err = d.Sink().Data(ctx, 1, strings.NewReader("x"))
 		wantErr(t, err, fault.ErrState)
@@ -377,12 +407,17 @@ func TestManifest(t *testing.T) {
 	}
 	m, err := ParseManifest(data)
 	must(t, err)
-	if m.SandboxName != "c" || m.Name != "n" || m.TCP != "established" || m.Versions.CRIU != "4.1" || len(m.Processes.Images) != 5 || m.Processes.Images[0].Name != "core-1.img" || m.Processes.List[1].Command != "sleep" {
+	if m.SandboxName != "c" || m.Name != "n" || m.TCP != "established" || m.Versions.CRIU != "4.1" ||
+		len(m.Processes.Images) != 5 || m.Processes.Images[0].Name != "core-1.img" ||
+		m.Processes.List[1].Command != "sleep" {
 		t.Errorf("%+v", m)
 	}
 	for from, to := range map[string]string{
-		`"version":2`: `"version":0`, `"kind":"full"`: `"kind":"files"`, `"name":"core-1.img"`: `"name":"../../x"`, `"tcp":"established"`: `"tcp":"established","more":1`,
-		c.ID: "../../etc/passwd", `"entries":6`: `"entries":-6`, `"files":[{`: `"files":[],"x":[{`, `"data":`: `"data":-`, `,"recipe":`: `,"pieces":[],"recipe":`, `"pages":[[`: `"pages":[["blake3:0",1],[`, "blake3:": "sha256:", `{"version":2`: `{"version":2,"version":2`,
+		`"version":2`: `"version":0`, `"kind":"full"`: `"kind":"files"`, `"name":"core-1.img"`: `"name":"../../x"`,
+		`"tcp":"established"`: `"tcp":"established","more":1`,
+		c.ID:                  "../../etc/passwd", `"entries":6`: `"entries":-6`, `"files":[{`: `"files":[],"x":[{`,
+		`"data":`: `"data":-`, `,"recipe":`: `,"pieces":[],"recipe":`, `"pages":[[`: `"pages":[["blake3:0",1],[`,
+		"blake3:": "sha256:", `{"version":2`: `{"version":2,"version":2`,
 		`"count":2`: `"count":2.0`, `"kind"`: `"Kind"`,
 	} {
 		if !bytes.Contains(data, []byte(from)) {
@@ -401,7 +436,9 @@ func TestManifest(t *testing.T) {
 	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":1`), 1))
 	wantErr(t, err, fault.ErrCorrupt)
-	for _, bad := range [][]byte{nil, []byte("{}"), []byte("null"), append(slices.Clone(data), '\n'), data[:len(data)-1]} {
+	for _, bad := range [][]byte{
+		nil, []byte("{}"), []byte("null"), append(slices.Clone(data), '\n'), data[:len(data)-1],
+	} {
 		_, err := ParseManifest(bad)
 		wantErr(t, err, fault.ErrCorrupt)
 	}
@@ -411,7 +448,10 @@ func TestManifestAttached(t *testing.T) {
 	id, digest := strings.Repeat("a", 32), digestPrefix+strings.Repeat("0", 64)
 	tree := Tree{Entries: 1, Bytes: 2, Digest: digest, Chunks: Chunks{{Digest: digest, Len: 2}}}
 	parse := func(paths ...AttachedFile) (Manifest, error) {
-		m := Manifest{Version: VersionAttached, ID: id, SandboxID: id, Kind: KindFiles, Files: []Tree{tree}, Attached: &Attached{Paths: paths, Files: tree}}
+		m := Manifest{
+			Version: VersionAttached, ID: id, SandboxID: id, Kind: KindFiles, Files: []Tree{tree},
+			Attached: &Attached{Paths: paths, Files: tree},
+		}
 		data, err := m.Encode()
 		must(t, err)
 		return ParseManifest(data)
@@ -426,7 +466,8 @@ func TestManifestAttached(t *testing.T) {
 	for i := range many {
 		many[i].Path = fmt.Sprint("/", i)
 	}
-	for _, bad := range [][]AttachedFile{nil, many, {good, good}, {{Path: "a"}}, {{Path: "/"}}, {{Path: "/a/../b"}}, {{Path: "/a/"}}, {{Path: "/a\x00"}}, {{Path: "/" + strings.Repeat("a", 4096)}},
+	for _, bad := range [][]AttachedFile{nil, many, {good, good}, {{Path: "a"}}, {{Path: "/"}}, {{Path: "/a/../b"}},
+		{{Path: "/a/"}}, {{Path: "/a\x00"}}, {{Path: "/" + strings.Repeat("a", 4096)}},
 		{{Path: "/a", Size: -1}}, {{Path: "/a", Size: MaxAttached + 1}}, {{Path: "/a", Size: 1, Absent: true}}} {
 		_, err := parse(bad...)
 		wantErr(t, err, fault.ErrCorrupt)
@@ -449,7 +490,8 @@ func TestManifestManaged(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if f := got.Managed["/etc/hosts"]; string(f.Data) != "\xff\x00\n" || f.Mode != 0o600 || f.UID != 7 || len(got.Managed) != 2 {
+	if f := got.Managed["/etc/hosts"]; string(f.Data) != "\xff\x00\n" || f.Mode != 0o600 || f.UID != 7 ||
+		len(got.Managed) != 2 {
 		t.Errorf("%+v", got.Managed)
 	}
 	for what, harm := range map[string]func(){
@@ -467,7 +509,8 @@ func TestManifestManaged(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	if _, err := ParseManifest(bytes.Replace(data, []byte(`"data":""`), []byte(`"data":null`), 1)); !errors.Is(err, fault.ErrCorrupt) {
+	if _, err := ParseManifest(bytes.Replace(data, []byte(`"data":""`), []byte(`"data":null`),
+		1)); !errors.Is(err, fault.ErrCorrupt) {
 		t.Errorf("a second form: %v", err)
 	}
 }

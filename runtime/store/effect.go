@@ -31,7 +31,8 @@ func (s *Store) PutEffect(ctx context.Context, e Effect) error {
 		return err
 	}
 	return s.write(ctx, "add an effect", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "INSERT INTO effects (id, sandbox_id, head, status, created, data) VALUES (?,?,?,?,?,?)",
+		_, err := tx.ExecContext(ctx,
+			"INSERT INTO effects (id, sandbox_id, head, status, created, data) VALUES (?,?,?,?,?,?)",
 			e.ID, e.Sandbox, e.Head, e.Status, e.Created.UnixNano(), string(e.Data))
 		return err
 	})
@@ -43,7 +44,8 @@ func (s *Store) SetEffect(ctx context.Context, id, status string, data json.RawM
 		return err
 	}
 	return s.release(ctx, "change an effect", func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, "UPDATE effects SET status = ?, data = ? WHERE id = ?", status, string(data), id)
+		res, err := tx.ExecContext(ctx, "UPDATE effects SET status = ?, data = ? WHERE id = ?",
+			status, string(data), id)
 		if err != nil {
 			return err
 		}
@@ -56,7 +58,9 @@ func (s *Store) SetEffect(ctx context.Context, id, status string, data json.RawM
 
 // Effects lists the ledger of a sandbox, oldest first.
 func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT seq, id, sandbox_id, head, status, created, data FROM effects WHERE sandbox_id = ? ORDER BY seq", sandbox)
+	rows, err := s.read.QueryContext(ctx,
+		"SELECT seq, id, sandbox_id, head, status, created, data FROM effects WHERE sandbox_id = ? ORDER BY seq",
+		sandbox)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read effects", err))
 	}
@@ -82,7 +86,8 @@ func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err
 
 // NewestEffect returns the id of the newest effect of a sandbox, or "" if there is none.
 func (s *Store) NewestEffect(ctx context.Context, sandbox string) (id string, err error) {
-	err = s.read.QueryRowContext(ctx, "SELECT id FROM effects WHERE sandbox_id = ? ORDER BY seq DESC LIMIT 1", sandbox).Scan(&id)
+	err = s.read.QueryRowContext(ctx,
+		"SELECT id FROM effects WHERE sandbox_id = ? ORDER BY seq DESC LIMIT 1", sandbox).Scan(&id)
 	if errors.Is(err, sql.ErrNoRows) {
 		return "", nil
 	}

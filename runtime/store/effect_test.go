@@ -18,11 +18,15 @@ func TestEffects(t *testing.T) {
 	row.Parent = parent.ID
 	child := taken(t, s, row, sample(2, 10))
 	for _, sandbox := range []string{b.ID, b.ID, other.ID} {
-		must(t, s.PutEffect(ctx, Effect{ID: NewID(), Sandbox: sandbox, Head: child.ID, Status: "outstanding", Created: time.Now(), Data: json.RawMessage(`{}`)}))
+		must(t, s.PutEffect(ctx, Effect{
+			ID: NewID(), Sandbox: sandbox, Head: child.ID, Status: "outstanding", Created: time.Now(),
+			Data: json.RawMessage(`{}`),
+		}))
 	}
 	text := func() (out string) {
 		for _, e := range must1(s.Effects(ctx, b.ID)) {
-			out += fmt.Sprintf("%s %s at %s\n", e.Status, e.Data, map[string]string{parent.ID: "parent", child.ID: "child", "": "none"}[e.Head])
+			out += fmt.Sprintf("%s %s at %s\n", e.Status, e.Data,
+				map[string]string{parent.ID: "parent", child.ID: "child", "": "none"}[e.Head])
 		}
 		return out
 	}

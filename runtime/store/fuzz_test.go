@@ -24,7 +24,8 @@ func FuzzParseManifest(f *testing.F) {
 	two := Chunks{{Digest: digest, Len: 3}, {Digest: digest, Len: 2}}
 	tree := Tree{Entries: 2, Data: 7, Bytes: 5, Digest: digest, Chunks: two}
 	m.Files, m.Volumes = []Tree{tree}, []Volume{{"vol", tree}}
-	m.Processes.Images = []Image{{Name: "a.img", Digest: digest}, {Name: "b.img", Digest: digest, Bytes: 5, Chunks: two},
+	m.Processes.Images = []Image{{Name: "a.img", Digest: digest},
+		{Name: "b.img", Digest: digest, Bytes: 5, Chunks: two},
 		{Name: "pages-1.img", Digest: digest, Bytes: 8192, Recipe: two, Pages: two}}
 	full, err := m.Encode()
 	if err != nil {
@@ -36,7 +37,8 @@ func FuzzParseManifest(f *testing.F) {
 		f.Fatal(err)
 	}
 	m.Version = Version
-	m.Kind, m.Processes, m.Name, m.Labels, m.Warnings = KindFiles, nil, "n", map[string]string{"z": "1", "a": "ä"}, []string{"w"}
+	m.Kind, m.Processes, m.Name, m.Labels, m.Warnings = KindFiles, nil, "n",
+		map[string]string{"z": "1", "a": "ä"}, []string{"w"}
 	files, err := m.Encode()
 	if err != nil {
 		f.Fatal(err)
@@ -95,7 +97,10 @@ func mutate(t *testing.T) {
 	c := taken(t, s, of(b, "n", KindFull), data)
 	good, err := os.ReadFile(filepath.Join(s.published(c.ID), ManifestName))
 	must(t, err)
-	words := []string{"null", "[]", "{}", "0", "-1", "1e3", "9223372036854775807", `""`, `"x"`, "[", "]", ",", `"pieces":[],`, `"recipe":null,`, " ", "\\u0041"}
+	words := []string{
+		"null", "[]", "{}", "0", "-1", "1e3", "9223372036854775807", `""`, `"x"`, "[", "]", ",", `"pieces":[],`,
+		`"recipe":null,`, " ", "\\u0041",
+	}
 	r := rand.New(rand.NewPCG(1, 1))
 	for range 20_000 {
 		bad := bytes.Clone(good)
@@ -145,17 +150,29 @@ func TestHostileManifest(t *testing.T) {
 		harm func(m *Manifest)
 		late bool // found when it is read
 	}{
-		"entries":           {func(m *Manifest) { m.Files[0].Entries-- }, false},
-		"data":              {func(m *Manifest) { m.Files[0].Data++ }, false},
-		"digest of a list":  {func(m *Manifest) { m.Files[0].Digest = digestOf([]byte("x")) }, false},
-		"another list":      {func(m *Manifest) { m.Files[0].Chunks = m.Processes.Images[core].Chunks; m.Files[0].Bytes = 100 }, false},
-		"length of a list":  {func(m *Manifest) { m.Files[0].Bytes++; m.Files[0].Chunks[0].Len++ }, false},
-		"a piece not there": {func(m *Manifest) { m.Processes.Images[core].Chunks[0].Digest = digestOf([]byte("x")) }, false},
-		"not a recipe":      {func(m *Manifest) { m.Processes.Images[pages].Recipe = m.Processes.Images[core].Chunks }, false},
-		"pages not there":   {func(m *Manifest) { m.Processes.Images[pages].Pages[0].Digest = digestOf([]byte("x")) }, false},
-		"bytes of pages":    {func(m *Manifest) { m.Processes.Images[pages].Bytes++ }, false},
-		"digest of pages":   {func(m *Manifest) { m.Processes.Images[pages].Digest = digestOf([]byte("x")) }, true},
-		"length of a piece": {func(m *Manifest) { m.Processes.Images[core].Chunks[0].Len++; m.Processes.Images[core].Bytes++ }, false},
+		"entries":          {func(m *Manifest) { m.Files[0].Entries-- }, false},
+		"data":             {func(m *Manifest) { m.Files[0].Data++ }, false},
+		"digest of a list": {func(m *Manifest) { m.Files[0].Digest = digestOf([]byte("x")) }, false},
+		"another list": {func(m *Manifest) {
+			m.Files[0].Chunks = m.Processes.Images[core].Chunks
+			m.Files[0].Bytes = 100
+		}, false},
+		"length of a list": {func(m *Manifest) { m.Files[0].Bytes++; m.Files[0].Chunks[0].Len++ }, false},
+		"a piece not there": {func(m *Manifest) {
+			m.Processes.Images[core].Chunks[0].Digest = digestOf([]byte("x"))
+		}, false},
+		"not a recipe": {func(m *Manifest) {
+			m.Processes.Images[pages].Recipe = m.Processes.Images[core].Chunks
+		}, false},
+		"pages not there": {func(m *Manifest) {
+			m.Processes.Images[pages].Pages[0].Digest = digestOf([]byte("x"))
+		}, false},
+		"bytes of pages":  {func(m *Manifest) { m.Processes.Images[pages].Bytes++ }, false},
+		"digest of pages": {func(m *Manifest) { m.Processes.Images[pages].Digest = digestOf([]byte("x")) }, true},
+		"length of a piece": {func(m *Manifest) {
+			m.Processes.Images[core].Chunks[0].Len++
+			m.Processes.Images[core].Bytes++
+		}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			raw, err := good.Encode()
@@ -164,7 +181,9 @@ func TestHostileManifest(t *testing.T) {
 			must(t, err)
 			m.ID = NewID()
 			x.harm(&m)
-			d, err := s.BeginCheckpoint(ctx, Checkpoint{ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind})
+			d, err := s.BeginCheckpoint(ctx, Checkpoint{
+				ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
+			})
 			must(t, err)
 			_, err = d.CommitAs(ctx, m)
 			if x.late {

@@ -42,7 +42,8 @@ func (d *Draft) putImageList(ctx context.Context, list []Image) (*Tree, error) {
 		t.Entries++
 		t.Data += list[i].Bytes
 		if _, _ = lines.Write(line); lines.Len() > maxImageList { // never fails
-			return nil, fmt.Errorf("a list of process images has more than %d bytes: %w", maxImageList, fault.ErrUnsupported)
+			return nil, fmt.Errorf("a list of process images has more than %d bytes: %w",
+				maxImageList, fault.ErrUnsupported)
 		}
 	}
 	if lines.Len() <= maxNamed {

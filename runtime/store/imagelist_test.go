@@ -55,7 +55,9 @@ func TestImageListBytes(t *testing.T) {
 	}{
 		"few":         {imaged(1, nil), Version},
 		"many images": {imaged(300, nil), VersionListed},
-		"many pieces": {imaged(30, map[string][]byte{"tmpfs-dev-1.tar.gz.img": varied(100), "tmpfs-dev-2.tar.gz.img": make([]byte, 256<<20)}), VersionListed},
+		"many pieces": {imaged(30, map[string][]byte{
+			"tmpfs-dev-1.tar.gz.img": varied(100), "tmpfs-dev-2.tar.gz.img": make([]byte, 256<<20),
+		}), VersionListed},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := open(t, t.TempDir())
@@ -69,7 +71,8 @@ func TestImageListBytes(t *testing.T) {
 			more := fileBytes(t, s) - before
 			m, size := manifestOf(t, s, last.ID)
 			if size > 2048 || more > 2048 || m.Version != x.version || last.Added > 0 {
-				t.Errorf("a manifest of %d bytes, version %d; unchanged it adds %d bytes and %d of packs", size, m.Version, more, last.Added)
+				t.Errorf("a manifest of %d bytes, version %d; unchanged it adds %d bytes and %d of packs", size,
+					m.Version, more, last.Added)
 			}
 			if n := m.Processes.Bytes(); n != bytesOf(x.data.images) {
 				t.Errorf("%d bytes of images", n)
@@ -94,7 +97,8 @@ func TestImageLists(t *testing.T) {
 	c := taken(t, s, of(b, "", KindFull), data)
 	same(t, s, c.ID, data)
 	m, _ := manifestOf(t, s, c.ID)
-	if l := m.Processes.Listed; l == nil || l.Depth == 0 || len(l.Chunks) > maxTop || l.Entries != 602 || len(m.Processes.Images) > 0 {
+	if l := m.Processes.Listed; l == nil || l.Depth == 0 || len(l.Chunks) > maxTop || l.Entries != 602 ||
+		len(m.Processes.Images) > 0 {
 		t.Fatalf("%d images and the list %+v", len(m.Processes.Images), l)
 	}
 	r := must1(s.OpenCheckpoint(ctx, c.ID))
@@ -126,7 +130,8 @@ func TestNamedImages(t *testing.T) {
 	old := taken(t, from, of(b, "", KindFull), data)
 	maxNamed = 1 << 10
 	same(t, from, old.ID, data)
-	if m, _ := manifestOf(t, from, old.ID); m.Version != Version || len(m.Processes.Images) != 33 || m.Processes.Listed != nil {
+	if m, _ := manifestOf(t, from, old.ID); m.Version != Version || len(m.Processes.Images) != 33 ||
+		m.Processes.Listed != nil {
 		t.Errorf("version %d, %d images", m.Version, len(m.Processes.Images))
 	}
 	c := of(b, "", KindFull)
@@ -221,7 +226,10 @@ func TestHostileImageList(t *testing.T) {
 	}
 	// forge has the manifest name another list, of which it says what is right.
 	forge := func(d *Draft, m *Manifest, data []byte, n int) {
-		l := &Tree{Entries: int64(n), Bytes: int64(len(data)), Digest: digestOf(data), Chunks: Chunks{{Digest: digestOf(data), Len: int64(len(data))}}}
+		l := &Tree{
+			Entries: int64(n), Bytes: int64(len(data)), Digest: digestOf(data),
+			Chunks: Chunks{{Digest: digestOf(data), Len: int64(len(data))}},
+		}
 		for i := range min(n, len(images)) {
 			l.Data += images[i].Bytes
 		}
@@ -291,14 +299,17 @@ func TestHostileImageList(t *testing.T) {
 				below = bytes.Repeat(rec, 10_000)
 			}
 			must(t, d.PutChunk(ctx, digestOf(below), below))
-			m.Processes.Listed = &Tree{Entries: 1, Data: images[0].Bytes, Bytes: 100, Digest: digestOf(nil), Depth: maxDepth,
+			m.Processes.Listed = &Tree{Entries: 1, Data: images[0].Bytes, Bytes: 100,
+				Digest: digestOf(nil), Depth: maxDepth,
 				Chunks: Chunks{{Digest: digestOf(below), Len: int64(len(below))}}}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := must1(ParseManifest(must1(good.Encode())))
 			m.ID = NewID()
-			d := must1(s.BeginCheckpoint(ctx, Checkpoint{ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind}))
+			d := must1(s.BeginCheckpoint(ctx, Checkpoint{
+				ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
+			}))
 			harm(d, &m)
 			m.Version = m.version()
 			begin := time.Now()
@@ -322,7 +333,8 @@ func TestLongImageList(t *testing.T) {
 	im := Image{Name: "tmpfs-dev-1.tar.gz.img", Digest: digestOf(nil)}
 	grow := func(n int) {
 		for i := range n {
-			im.Chunks = append(im.Chunks, overlay.Chunk{Digest: digestOf(fmt.Append(nil, len(im.Chunks), i)), Len: 1 << 20})
+			im.Chunks = append(im.Chunks, overlay.Chunk{Digest: digestOf(fmt.Append(nil,
+				len(im.Chunks), i)), Len: 1 << 20})
 			im.Bytes += 1 << 20
 		}
 	}
@@ -349,7 +361,8 @@ func FuzzReadImageList(f *testing.F) {
 			}
 			return
 		}
-		if again := must1(list[0].line()); len(list) != 1 || !isPlain(list[0].Name) || list[0].Bytes != 3 || !bytes.Equal(again, data) {
+		if again := must1(list[0].line()); len(list) != 1 || !isPlain(list[0].Name) || list[0].Bytes != 3 ||
+			!bytes.Equal(again, data) {
 			t.Fatalf("%s\nbecame\n%s", data, again)
 		}
 	})

@@ -109,7 +109,8 @@ func (s *Store) locateKeys(ctx context.Context, keys []uint64) (list []place, er
 			copy(to[8:], bytes.Repeat([]byte{0xff}, len(to)-8))
 			args = append(args, from[:], to[:])
 		}
-		q := "WITH keys (a, b) AS (VALUES (?,?)" + strings.Repeat(",(?,?)", len(part)-1) + ") SELECT " + findColumns + " FROM keys CROSS JOIN blobs ON id BETWEEN a AND b"
+		q := "WITH keys (a, b) AS (VALUES (?,?)" + strings.Repeat(",(?,?)", len(part)-1) + ") SELECT " + findColumns +
+			" FROM keys CROSS JOIN blobs ON id BETWEEN a AND b"
 		err := s.query(ctx, q, args, func(rows *sql.Rows) error {
 			var p place
 			err := p.scan(rows)
@@ -131,7 +132,8 @@ type packRow struct {
 }
 
 func (s *Store) packRow(ctx context.Context, num int64) (p packRow, err error) {
-	err = s.read.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?", num).Scan(&p.num, &p.name, &p.bytes)
+	err = s.read.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?",
+		num).Scan(&p.num, &p.name, &p.bytes)
 	if errors.Is(err, sql.ErrNoRows) {
 		return packRow{}, fmt.Errorf("the index names a pack, %d, that it does not have: %w", num, fault.ErrCorrupt)
 	}
@@ -200,7 +202,8 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 	var full *sql.Stmt
 	var added int64
 	for part := range slices.Chunk(blobs, rowBatch) {
-		q := "INSERT INTO blobs (id, pack, off, stored, raw, packed) VALUES (?,?,?,?,?,?)" + strings.Repeat(",(?,?,?,?,?,?)", len(part)-1) + conflict
+		q := "INSERT INTO blobs (id, pack, off, stored, raw, packed) VALUES (?,?,?,?,?,?)" +
+			strings.Repeat(",(?,?,?,?,?,?)", len(part)-1) + conflict
 		args := make([]any, 0, 6*len(part))
 		for i := range part {
 			b := &part[i]
@@ -238,7 +241,8 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 func (s *Store) dropPack(ctx context.Context, name string) error {
 	return s.release(ctx, "remove a pack", func(tx *sql.Tx) error {
 		var n int
-		if err := tx.QueryRowContext(ctx, "SELECT count(*) FROM packs WHERE name = ?", name).Scan(&n); err != nil || n > 0 {
+		if err := tx.QueryRowContext(ctx, "SELECT count(*) FROM packs WHERE name = ?",
+			name).Scan(&n); err != nil || n > 0 {
 			return err
 		}
 		if err := os.Remove(pack.Path(s.packsDir(), name)); err != nil && !errors.Is(err, os.ErrNotExist) {

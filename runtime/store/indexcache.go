@@ -65,7 +65,9 @@ func (s *Store) dropIndexCaches() error {
 	dropped := false
 	// First those about to be written, which are renamed to the others; and again, for a commit
 	// that read one of the others meanwhile.
-	for _, suffix := range []string{indexCacheSuffix + indexCacheNew, indexCacheSuffix, indexCacheSuffix + indexCacheNew} {
+	for _, suffix := range []string{
+		indexCacheSuffix + indexCacheNew, indexCacheSuffix, indexCacheSuffix + indexCacheNew,
+	} {
 		files, err := filepath.Glob(filepath.Join(s.cacheDir(), "*"+suffix))
 		if err != nil {
 			return err
@@ -106,7 +108,8 @@ func readIndexCache(path string) (*indexCache, error) {
 func parseIndexCache(data []byte) (*indexCache, error) {
 	l := &indexCache{packs: map[int64]int64{}}
 	body := len(data) - indexCacheSum
-	if body < len(indexCacheMagic)+8+8+len(l.sum)+len(l.cells)*cellSize || !bytes.HasPrefix(data, []byte(indexCacheMagic)) {
+	if body < len(indexCacheMagic)+8+8+len(l.sum)+len(l.cells)*cellSize ||
+		!bytes.HasPrefix(data, []byte(indexCacheMagic)) {
 		return nil, errIndexCache
 	}
 	if sum := blake3.Sum256(data[:body]); !bytes.Equal(sum[:], data[body:]) {
@@ -243,7 +246,8 @@ func (d *Draft) stored(ctx context.Context, need []pack.ID) (n int64, next *inde
 func (d *Draft) ask(ctx context.Context, ids []pack.ID, to *indexCache) error {
 	gone, err := d.x.sound(ctx, ids, func(p place) error { to.add(&p); return nil })
 	if err == nil && len(gone) > 0 {
-		err = fmt.Errorf("piece %s is not in the store, or damaged there, and was not given to it: %w", gone[0], fault.ErrCorrupt)
+		err = fmt.Errorf("piece %s is not in the store, or damaged there, and was not given to it: %w",
+			gone[0], fault.ErrCorrupt)
 	}
 	return err
 }
@@ -266,7 +270,9 @@ func (d *Draft) compare(ctx context.Context, need []pack.ID, old *indexCache) (i
 	var more []pack.ID // than the index cache has
 	var less []uint64
 	for _, key := range keys {
-		i, _ := slices.BinarySearchFunc(need, key, func(id pack.ID, key uint64) int { return cmp.Compare(keyOf(&id), key) })
+		i, _ := slices.BinarySearchFunc(need, key, func(id pack.ID, key uint64) int {
+			return cmp.Compare(keyOf(&id), key)
+		})
 		if i < len(need) && keyOf(&need[i]) == key && !d.pack.Has(need[i]) {
 			more = append(more, need[i])
 		} else {

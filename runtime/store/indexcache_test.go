@@ -104,7 +104,9 @@ func newSmallFiles(n int) *smallFiles {
 
 func (f *smallFiles) add(n int) {
 	for range n {
-		f.list = append(f.list, overlay.Entry{Path: fmt.Sprintf("f%07d", f.made), Type: overlay.TypeFile, Mode: 0o644, Size: 8})
+		f.list = append(f.list, overlay.Entry{
+			Path: fmt.Sprintf("f%07d", f.made), Type: overlay.TypeFile, Mode: 0o644, Size: 8,
+		})
 		f.made++
 	}
 }
@@ -124,7 +126,8 @@ func (f *smallFiles) draft(t testing.TB, s *Store, c Checkpoint) *Draft {
 	must(t, err)
 	for i := range f.list {
 		if e := &f.list[i]; e.Digest == "" {
-			e.Digest, _, err = d.Sink().Data(ctx, e.Size, bytes.NewReader(binary.LittleEndian.AppendUint64(nil, f.given)))
+			e.Digest, _, err = d.Sink().Data(ctx, e.Size,
+				bytes.NewReader(binary.LittleEndian.AppendUint64(nil, f.given)))
 			must(t, err)
 			f.given++
 		}
@@ -343,12 +346,15 @@ func TestIndexCacheOfSomethingElse(t *testing.T) {
 	empty := (&indexCache{}).encode()
 	alike := must1(parseIndexCache(good)) // its sketch has what is missing, its sum has not
 	alike.cells.flip(keyOf(&missing))
-	for what, data := range map[string][]byte{"former": former, "of another": must1(os.ReadFile(s.indexCachePath(c2.SandboxID))),
+	for what, data := range map[string][]byte{"former": former,
+		"of another": must1(os.ReadFile(s.indexCachePath(c2.SandboxID))),
 		"of nothing": empty, "sketch of more": alike.encode(), "long": long, "no bytes": nil} {
 		must(t, os.WriteFile(path, data, 0o600))
 		list := slices.Clone(f.list)
 		list[7].Digest = missing.String()
-		if _, _, err := treeOf(ctx, s, Sandbox{ID: c.SandboxID, Name: c.SandboxName, ImageDigest: c.ImageDigest, Spec: c.Spec}, list); !errors.Is(err, fault.ErrCorrupt) {
+		if _, _, err := treeOf(ctx, s, Sandbox{
+			ID: c.SandboxID, Name: c.SandboxName, ImageDigest: c.ImageDigest, Spec: c.Spec,
+		}, list); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%s: a chunk that is not there: %v", what, err)
 		}
 		if got := f.commit(t, s, c); got.Bytes != want.Bytes {

@@ -52,7 +52,8 @@ func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 		write = s.lazily
 	}
 	err = write(ctx, "journal", func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, "INSERT INTO journal (op, sandbox, checkpoint, data, pid, started) VALUES (?,?,?,?,?,?)",
+		res, err := tx.ExecContext(ctx,
+			"INSERT INTO journal (op, sandbox, checkpoint, data, pid, started) VALUES (?,?,?,?,?,?)",
 			in.Op, in.Sandbox, in.Checkpoint, string(in.Data), in.Pid, in.Started.UnixNano())
 		if err != nil {
 			return err
@@ -101,7 +102,8 @@ func (s *Store) Done(ctx context.Context, seq int64) error {
 // Intents lists verbs that are under way or were interrupted, oldest first. The sandbox's lock
 // shows whether a process still works on one.
 func (s *Store) Intents(ctx context.Context) (list []Intent, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
+	rows, err := s.read.QueryContext(ctx,
+		"SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read the journal", err))
 	}

@@ -52,14 +52,16 @@ func (s *Store) PutLease(ctx context.Context, l Lease) error {
 	}
 	return s.write(ctx, "add a lease", func(tx *sql.Tx) error {
 		var id string
-		err := tx.QueryRowContext(ctx, "SELECT id FROM leases WHERE name = ? AND name <> '' AND state <> 'ended'", l.Name).Scan(&id)
+		err := tx.QueryRowContext(ctx,
+			"SELECT id FROM leases WHERE name = ? AND name <> '' AND state <> 'ended'", l.Name).Scan(&id)
 		if err == nil {
 			return fmt.Errorf("lease name %q (id %.12s): %w", l.Name, id, fault.ErrExists)
 		}
 		if !errors.Is(err, sql.ErrNoRows) {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO leases ("+leaseColumns+") VALUES (?,?,?,?,?)", l.ID, l.Name, LeaseActive, string(l.Data), l.Created.UnixNano())
+		_, err = tx.ExecContext(ctx, "INSERT INTO leases ("+leaseColumns+") VALUES (?,?,?,?,?)", l.ID, l.Name,
+			LeaseActive, string(l.Data), l.Created.UnixNano())
 		return err
 	})
 }
@@ -139,7 +141,8 @@ func (s *Store) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*
 		var l Lease
 		var data string
 		var created int64
-		err := tx.QueryRowContext(ctx, "SELECT "+leaseColumns+" FROM leases WHERE id = ?", id).Scan(&l.ID, &l.Name, &l.State, &data, &created)
+		err := tx.QueryRowContext(ctx, "SELECT "+leaseColumns+" FROM leases WHERE id = ?", id).Scan(&l.ID, &l.Name,
+			&l.State, &data, &created)
 		if errors.Is(err, sql.ErrNoRows) {
 			return fmt.Errorf("lease %q: %w", id, fault.ErrNotFound)
 		}
@@ -153,7 +156,8 @@ func (s *Store) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*
 		if err := validSpec(l.Data); err != nil {
 			return err
 		}
-		if _, err := tx.ExecContext(ctx, "UPDATE leases SET state = ?, data = ? WHERE id = ?", l.State, string(l.Data), id); err != nil || l.State != LeaseEnded {
+		if _, err := tx.ExecContext(ctx, "UPDATE leases SET state = ?, data = ? WHERE id = ?", l.State, string(l.Data),
+			id); err != nil || l.State != LeaseEnded {
 			return err
 		}
 		for _, q := range []string{

@@ -86,7 +86,8 @@ func (c *lengthCheck) chunks(what string, list []overlay.Chunk) error {
 func (c *lengthCheck) add(what string, id pack.ID, l length) error {
 	have := c.want[id]
 	if have.exact != 0 && l.exact != 0 && have.exact != l.exact {
-		return fmt.Errorf("%s: piece %s has %d bytes here and %d there: %w", what, id, l.exact, have.exact, fault.ErrCorrupt)
+		return fmt.Errorf("%s: piece %s has %d bytes here and %d there: %w", what, id, l.exact,
+			have.exact, fault.ErrCorrupt)
 	}
 	c.want[id] = length{exact: max(have.exact, l.exact), least: max(have.least, l.least)}
 	if c.what = what; len(c.want) >= 16*findBatch {
@@ -98,7 +99,8 @@ func (c *lengthCheck) add(what string, id pack.ID, l length) error {
 func (c *lengthCheck) flush() error {
 	check := func(b pack.Blob) error {
 		if l := c.want[b.ID]; l.exact != 0 && l.exact != int64(b.Raw) || l.least > int64(b.Raw) {
-			return fmt.Errorf("%s, or something before it: piece %s has %d bytes, not %d: %w", c.what, b.ID, b.Raw, max(l.exact, l.least), fault.ErrCorrupt)
+			return fmt.Errorf("%s, or something before it: piece %s has %d bytes, not %d: %w", c.what, b.ID, b.Raw,
+				max(l.exact, l.least), fault.ErrCorrupt)
 		}
 		return nil
 	}

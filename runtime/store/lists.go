@@ -121,7 +121,8 @@ func listPart(p overlay.Chunk, read func(pack.ID) ([]byte, error)) (list []overl
 		return nil, err
 	}
 	if int64(len(data)) != p.Len || len(data) == 0 || len(data)%listRecord != 0 {
-		return nil, fmt.Errorf("piece %s has %d bytes, %d of a list expected: %w", id, len(data), p.Len, fault.ErrCorrupt)
+		return nil, fmt.Errorf("piece %s has %d bytes, %d of a list expected: %w", id, len(data),
+			p.Len, fault.ErrCorrupt)
 	}
 	for ; len(data) > 0; data = data[listRecord:] {
 		below := pack.ID(data[:32])

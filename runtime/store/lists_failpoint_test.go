@@ -10,7 +10,10 @@ import (
 // A kill in the commit of a deep list leaves the old checkpoint, or the new one, whole.
 func TestDeepListKilled(t *testing.T) {
 	ctx := context.Background()
-	for _, point := range []string{"store.commit.before-manifest", "store.commit.after-pack", "store.commit.before-rename", "store.commit.after-rename", "store.commit.in-transaction"} {
+	for _, point := range []string{
+		"store.commit.before-manifest", "store.commit.after-pack", "store.commit.before-rename",
+		"store.commit.after-rename", "store.commit.in-transaction",
+	} {
 		t.Run(point, func(t *testing.T) {
 			root := t.TempDir()
 			s := open(t, root)

@@ -34,7 +34,9 @@ func init() {
 func many(n int) []overlay.Entry {
 	list := []overlay.Entry{{Path: ".", Type: overlay.TypeDir}}
 	for i := range n {
-		list = append(list, overlay.Entry{Path: fmt.Sprintf("file-%07d", i), Type: overlay.TypeDir, Mode: 0o755, Mtime: overlay.Time{Sec: int64(i)}})
+		list = append(list, overlay.Entry{
+			Path: fmt.Sprintf("file-%07d", i), Type: overlay.TypeDir, Mode: 0o755, Mtime: overlay.Time{Sec: int64(i)},
+		})
 	}
 	return list
 }
@@ -172,7 +174,9 @@ func TestDeepListDamaged(t *testing.T) {
 		gone, _, err := treeOf(ctx, s, b, slices.Delete(slices.Clone(list), 50, 60))
 		must(t, err)
 		must(t, s.RemoveCheckpoint(ctx, gone.ID)) // there is something to reclaim
-		partsDamaged(t, s, c, listsOf(t, s, c.ID), "list of files 0", func() { treeIs(t, s, c.ID, list) }, func(r *Reader) {
+		partsDamaged(t, s, c, listsOf(t, s, c.ID), "list of files 0", func() {
+			treeIs(t, s, c.ID, list)
+		}, func(r *Reader) {
 			_, err := r.Tree(ctx, 0)
 			wantErr(t, err, fault.ErrCorrupt)
 			_, err = r.TreeChunks(ctx, 0)
@@ -185,7 +189,9 @@ func TestDeepListDamaged(t *testing.T) {
 // partsDamaged damages parts of a list of a checkpoint, one after the other, and removes the
 // checkpoint in the end. what is what the list is called, same compares what is restored, and
 // reads tries what goes by the list.
-func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Chunk, what string, same func(), reads func(r *Reader)) {
+func partsDamaged(
+	t *testing.T, s *Store, c Checkpoint, parts []overlay.Chunk, what string, same func(), reads func(r *Reader),
+) {
 	t.Helper()
 	ctx := context.Background()
 	for _, p := range []overlay.Chunk{parts[0], parts[len(parts)/2], parts[len(parts)-1]} {
@@ -201,7 +207,8 @@ func partsDamaged(t *testing.T, s *Store, c Checkpoint, parts []overlay.Chunk, w
 		wantErr(t, r.Chunks(ctx, func(string, int64) error { return nil }), fault.ErrCorrupt)
 		must(t, r.Close())
 		rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true}))
-		if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != c.ID || !strings.HasPrefix(rep.Damaged[0].What[0], what+": ") {
+		if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != c.ID ||
+			!strings.HasPrefix(rep.Damaged[0].What[0], what+": ") {
 			t.Errorf("%+v", rep)
 		}
 		_, err = s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})
@@ -294,7 +301,9 @@ func TestHostileDeepList(t *testing.T) {
 			m.ID = NewID()
 			harm(&m.Files[0])
 			m.Version = m.version()
-			d := must1(s.BeginCheckpoint(ctx, Checkpoint{ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind}))
+			d := must1(s.BeginCheckpoint(ctx, Checkpoint{
+				ID: m.ID, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
+			}))
 			_, err := d.CommitAs(ctx, m)
 			wantErr(t, err, fault.ErrCorrupt)
 			must(t, d.Abort(ctx, err))
@@ -308,7 +317,9 @@ func FuzzReadList(f *testing.F) {
 	f.Add(make([]byte, 2*listRecord), 2)
 	f.Fuzz(func(t *testing.T, data []byte, depth int) {
 		id := pack.Sum(data)
-		tree := Tree{Depth: depth % (maxDepth + 1), Bytes: 100, Chunks: Chunks{{Digest: id.String(), Len: int64(len(data))}}}
+		tree := Tree{
+			Depth: depth % (maxDepth + 1), Bytes: 100, Chunks: Chunks{{Digest: id.String(), Len: int64(len(data))}},
+		}
 		l, err := readList(&tree, func(want pack.ID) ([]byte, error) {
 			if want != id {
 				return nil, fault.ErrCorrupt

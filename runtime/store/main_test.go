@@ -100,8 +100,10 @@ func wantErr(t testing.TB, err, sentinel error, words ...string) {
 }
 
 func sandbox(name string) Sandbox {
-	return Sandbox{ID: NewID(), Name: name, Backend: "oci", Spec: json.RawMessage(`{"id":"x","cpus":1.5}`), Image: "busybox",
-		ImageDigest: "sha256:1", Lower: []string{"/a", "/b"}, Created: time.Unix(1700000000, 123456789).UTC(), Labels: map[string]string{"k": "v"}}
+	return Sandbox{ID: NewID(), Name: name, Backend: "oci",
+		Spec: json.RawMessage(`{"id":"x","cpus":1.5}`), Image: "busybox",
+		ImageDigest: "sha256:1", Lower: []string{"/a", "/b"}, Created: time.Unix(1700000000, 123456789).UTC(),
+		Labels: map[string]string{"k": "v"}}
 }
 
 func put(t testing.TB, s *Store, name string) Sandbox {
@@ -129,8 +131,14 @@ func block(r *rand.Rand, n int) []byte {
 func sample(seed uint64, size int) content {
 	r := rand.New(rand.NewPCG(seed, 1))
 	return content{
-		files:  map[string][]byte{"dir": nil, "dir/big": block(r, size), "dir/empty": {}, "small": block(r, size/10+1), "twin": []byte("always the same")},
-		images: map[string][]byte{"pages-1.img": block(r, size), "pages-2.img": block(r, size/2), "core-1.img": block(r, 100), "inventory.img": block(r, 40), "empty.img": nil},
+		files: map[string][]byte{
+			"dir": nil, "dir/big": block(r, size), "dir/empty": {}, "small": block(r, size/10+1),
+			"twin": []byte("always the same"),
+		},
+		images: map[string][]byte{
+			"pages-1.img": block(r, size), "pages-2.img": block(r, size/2), "core-1.img": block(r, 100),
+			"inventory.img": block(r, 40), "empty.img": nil,
+		},
 	}
 }
 
@@ -192,7 +200,9 @@ func fill(d *Draft, c content) error {
 
 func describe() Manifest {
 	return Manifest{TCP: "established", Versions: Versions{CRIU: "4.1", Runtime: "runc 1.1", Kernel: "6.1"},
-		Processes: &Processes{Count: 2, List: []Process{{Pid: 1, Command: "sh"}, {Pid: 5, Parent: 1, Command: "sleep"}}}}
+		Processes: &Processes{Count: 2, List: []Process{
+			{Pid: 1, Command: "sh"}, {Pid: 5, Parent: 1, Command: "sleep"},
+		}}}
 }
 
 // take makes a ready checkpoint.
@@ -223,7 +233,10 @@ func take(ctx context.Context, s *Store, c Checkpoint, data content) (Checkpoint
 }
 
 func of(b Sandbox, name, kind string) Checkpoint {
-	return Checkpoint{Name: name, SandboxID: b.ID, SandboxName: b.Name, Kind: kind, Trigger: "manual", ImageDigest: b.ImageDigest, Spec: b.Spec}
+	return Checkpoint{
+		Name: name, SandboxID: b.ID, SandboxName: b.Name, Kind: kind, Trigger: "manual",
+		ImageDigest: b.ImageDigest, Spec: b.Spec,
+	}
 }
 
 func taken(t testing.TB, s *Store, c Checkpoint, data content) Checkpoint {
@@ -365,7 +378,10 @@ func intact(t testing.TB, s *Store) {
 }
 
 func isErr(err, target error) bool {
-	for _, s := range []error{fault.ErrNotFound, fault.ErrExists, fault.ErrState, fault.ErrDenied, fault.ErrUnsupported, fault.ErrCorrupt, fault.ErrBusy, fault.ErrInvalid} {
+	for _, s := range []error{
+		fault.ErrNotFound, fault.ErrExists, fault.ErrState, fault.ErrDenied, fault.ErrUnsupported, fault.ErrCorrupt,
+		fault.ErrBusy, fault.ErrInvalid,
+	} {
 		if s != target && errorsIs(err, s) {
 			return false // one meaning per error: exit codes come from it
 		}

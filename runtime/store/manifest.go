@@ -365,8 +365,9 @@ func ParseManifest(data []byte) (Manifest, error) {
 		return bad("%w", err)
 	}
 	if v.Version > VersionListed {
-		return Manifest{}, &fault.Error{Op: "read", ID: ManifestName, Hint: "Use the agentbox that made the checkpoint.",
-			Err: fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionListed, fault.ErrUnsupported)}
+		return Manifest{}, &fault.Error{Op: "read", ID: ManifestName,
+			Hint: "Use the agentbox that made the checkpoint.",
+			Err:  fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionListed, fault.ErrUnsupported)}
 	}
 	if v.Version < Version {
 		return bad("version %d", v.Version)
@@ -393,7 +394,8 @@ func ParseManifest(data []byte) (Manifest, error) {
 
 // check holds a manifest against the rules that its readers rely on.
 func (m *Manifest) check() error {
-	if err := errors.Join(checkID("checkpoint", m.ID), checkID("sandbox", m.SandboxID), ValidLabels(m.Labels)); err != nil {
+	if err := errors.Join(checkID("checkpoint", m.ID), checkID("sandbox", m.SandboxID),
+		ValidLabels(m.Labels)); err != nil {
 		return err
 	}
 	if m.Name != "" {
@@ -453,7 +455,8 @@ func (m *Manifest) check() error {
 func (p *Processes) check() error {
 	if t := p.Listed; t != nil {
 		if p.Count < 0 || len(p.Images) > 0 || t.Entries > maxImages || t.Bytes > maxImageList {
-			return fmt.Errorf("%d processes, %d images and a list of %d, %d bytes long", p.Count, len(p.Images), t.Entries, t.Bytes)
+			return fmt.Errorf("%d processes, %d images and a list of %d, %d bytes long", p.Count,
+				len(p.Images), t.Entries, t.Bytes)
 		}
 		if err := t.check(); err != nil {
 			return fmt.Errorf("%s: %w", imageListName, err)
@@ -495,7 +498,8 @@ func (a *Attached) check() error {
 		return fmt.Errorf("%d entries of attached files", a.Files.Entries)
 	}
 	for i, f := range a.Paths {
-		if !path.IsAbs(f.Path) || path.Clean(f.Path) != f.Path || f.Path == "/" || len(f.Path) > 4096 || strings.ContainsRune(f.Path, 0) {
+		if !path.IsAbs(f.Path) || path.Clean(f.Path) != f.Path || f.Path == "/" || len(f.Path) > 4096 ||
+			strings.ContainsRune(f.Path, 0) {
 			return fmt.Errorf("attached file %.300q is not a clean absolute path", f.Path)
 		}
 		if f.Size < 0 || f.Size > MaxAttached || f.Absent && f.Size > 0 {
@@ -566,7 +570,8 @@ func checkStream(digest string, n int64, chunks Chunks) error {
 const digestPrefix = "blake3:"
 
 func checkDigest(digest string, n int64) error {
-	if len(digest) != len(digestPrefix)+64 || digest[:len(digestPrefix)] != digestPrefix || !isHex(digest[len(digestPrefix):]) {
+	if len(digest) != len(digestPrefix)+64 || digest[:len(digestPrefix)] != digestPrefix ||
+		!isHex(digest[len(digestPrefix):]) {
 		return fmt.Errorf("%.80q is not a digest", digest)
 	}
 	if n < 0 || n > maxImage {

@@ -192,7 +192,8 @@ func (m *model) check(rt *rapid.T, ctx context.Context, s *Store) {
 	}
 	for i, b := range list {
 		w := m.sandboxes[len(list)-1-i]
-		if b.ID != w.ID || b.Name != w.Name || b.Head != w.Head || b.Attempt != w.Attempt || !b.Created.Equal(w.Created) || string(b.Spec) != string(w.Spec) || b.Labels["k"] != "v" {
+		if b.ID != w.ID || b.Name != w.Name || b.Head != w.Head || b.Attempt != w.Attempt ||
+			!b.Created.Equal(w.Created) || string(b.Spec) != string(w.Spec) || b.Labels["k"] != "v" {
 			rt.Fatalf("sandbox %+v, want %+v", b, w)
 		}
 	}
@@ -204,7 +205,8 @@ func (m *model) check(rt *rapid.T, ctx context.Context, s *Store) {
 	for i, c := range all {
 		x := m.checkpoints[len(all)-1-i]
 		w := x.c
-		if c.ID != w.ID || c.Status != w.Status || c.Name != w.Name || c.Parent != w.Parent || c.Digest != w.Digest || c.Bytes != w.Bytes || c.Error != w.Error || c.Kind != w.Kind {
+		if c.ID != w.ID || c.Status != w.Status || c.Name != w.Name || c.Parent != w.Parent || c.Digest != w.Digest ||
+			c.Bytes != w.Bytes || c.Error != w.Error || c.Kind != w.Kind {
 			rt.Fatalf("checkpoint %+v, want %+v", c, w)
 		}
 		if c.Status != Ready {

@@ -52,7 +52,8 @@ var reserved = []string{"head", "image", "latest", "now", "undo"}
 func ValidCheckpointName(s string) error {
 	if slices.Contains(reserved, strings.ToLower(s)) {
 		return &fault.Error{Hint: "Choose another name; reserved are " + strings.Join(reserved, ", ") + ".",
-			Err: fmt.Errorf("%w: the name %q is reserved: it means a state of a sandbox, not a checkpoint", fault.ErrInvalid, s)}
+			Err: fmt.Errorf("%w: the name %q is reserved: it means a state of a sandbox, not a checkpoint",
+				fault.ErrInvalid, s)}
 	}
 	return ValidName(s)
 }
@@ -125,7 +126,8 @@ func ValidLabels(labels map[string]string) error {
 	}
 	for k, v := range labels {
 		if k == "" || len(k) > maxLabelKey || !printable(k, "=") {
-			return fmt.Errorf("label %.64q: a key has 1 to %d bytes of text without '=': %w", k, maxLabelKey, fault.ErrInvalid)
+			return fmt.Errorf("label %.64q: a key has 1 to %d bytes of text without '=': %w", k,
+				maxLabelKey, fault.ErrInvalid)
 		}
 		if len(v) > maxLabelValue || !utf8.ValidString(v) {
 			return fmt.Errorf("label %q: a value has at most %d bytes of UTF-8: %w", k, maxLabelValue, fault.ErrInvalid)

@@ -71,7 +71,10 @@ func churn(ctx context.Context, root string, args []string) error {
 type said struct{ sandboxes, checkpoints, removing, intents, ending, ended map[string]bool }
 
 func (x *said) read(r io.Reader) {
-	sets := map[string]map[string]bool{"sandbox": x.sandboxes, "checkpoint": x.checkpoints, "removing": x.removing, "intent": x.intents, "ending": x.ending, "ended": x.ended}
+	sets := map[string]map[string]bool{
+		"sandbox": x.sandboxes, "checkpoint": x.checkpoints, "removing": x.removing, "intent": x.intents,
+		"ending": x.ending, "ended": x.ended,
+	}
 	lines := bufio.NewScanner(r)
 	for lines.Scan() {
 		if kind, id, ok := strings.Cut(lines.Text(), " "); ok && sets[kind] != nil {
@@ -132,7 +135,10 @@ func TestProcessesKilledWhileWriting(t *testing.T) {
 				}
 				mu.Lock()
 				defer mu.Unlock()
-				for _, x := range [][2]map[string]bool{{all.sandboxes, mine.sandboxes}, {all.checkpoints, mine.checkpoints}, {all.removing, mine.removing}, {all.intents, mine.intents}, {all.ending, mine.ending}, {all.ended, mine.ended}} {
+				for _, x := range [][2]map[string]bool{
+					{all.sandboxes, mine.sandboxes}, {all.checkpoints, mine.checkpoints}, {all.removing, mine.removing},
+					{all.intents, mine.intents}, {all.ending, mine.ending}, {all.ended, mine.ended},
+				} {
 					for id := range x[1] {
 						x[0][id] = true
 					}

@@ -75,7 +75,9 @@ func (s sink) Data(ctx context.Context, size int64, r io.Reader) (string, []over
 }
 
 // cut gives a stream to add in chunks.
-func cut(ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error)) (digest string, list []overlay.Chunk, err error) {
+func cut(
+	ctx context.Context, size int64, r io.Reader, add func([]byte) (pack.ID, error),
+) (digest string, list []overlay.Chunk, err error) {
 	var h *blake3.Hasher // of all chunks but a lonely one, whose digest is the stream's
 	var n int64
 	var one []byte

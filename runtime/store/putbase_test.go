@@ -40,7 +40,8 @@ func TestBaseTree(t *testing.T) {
 	check := func(t *rapid.T, before, after []string) {
 		was := write(before, Tree{})
 		plain, alike := write(after, Tree{}), write(after, was)
-		if plain.Digest != alike.Digest || !slices.Equal(plain.Chunks, alike.Chunks) || plain.Entries != alike.Entries || plain.Bytes != alike.Bytes {
+		if plain.Digest != alike.Digest || !slices.Equal(plain.Chunks, alike.Chunks) ||
+			plain.Entries != alike.Entries || plain.Bytes != alike.Bytes {
 			t.Fatalf("%d lines are %d chunks, or %d with a base", len(after), len(plain.Chunks), len(alike.Chunks))
 		}
 	}
@@ -68,7 +69,8 @@ func TestBaseTree(t *testing.T) {
 					after[at] = line()
 				}
 			case 3:
-				after = slices.Insert(after, at, strings.Repeat("y", rapid.SampledFrom([]int{100 << 10, 300 << 10, 1 << 20, 3 << 20}).Draw(t, "long")))
+				after = slices.Insert(after, at, strings.Repeat("y",
+					rapid.SampledFrom([]int{100 << 10, 300 << 10, 1 << 20, 3 << 20}).Draw(t, "long")))
 			}
 		}
 		if len(after) == 0 {

@@ -144,7 +144,9 @@ func (d *Draft) putImage(ctx context.Context, dir *os.File, im *Image) (err erro
 	im.Bytes = info.Size()
 	var list []overlay.Chunk
 	if im.Bytes > 0 {
-		im.Digest, list, err = cut(ctx, im.Bytes, d.counted(f), func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+		im.Digest, list, err = cut(ctx, im.Bytes, d.counted(f), func(raw []byte) (pack.ID, error) {
+			return d.addNeeded(ctx, raw)
+		})
 	} else {
 		im.Digest = digestOf(nil)
 	}
@@ -177,7 +179,9 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old pageS
 		return nil
 	}
 	h := blake3.New()
-	pages, err := pack.CutPages(io.TeeReader(d.counted(f), h), old.index, func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+	pages, err := pack.CutPages(io.TeeReader(d.counted(f), h), old.index, func(raw []byte) (pack.ID, error) {
+		return d.addNeeded(ctx, raw)
+	})
 	if err != nil {
 		return fmt.Errorf("process image %s: %w", im.Name, err)
 	}
@@ -188,7 +192,8 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old pageS
 	recipe := pack.EncodeRecipe(pages.Segments)
 	if int64(len(recipe)) > maxRecipe {
 		if old.index == nil {
-			return fmt.Errorf("process image %s needs a recipe of %d bytes, %d are handled: %w", im.Name, len(recipe), maxRecipe, fault.ErrUnsupported)
+			return fmt.Errorf("process image %s needs a recipe of %d bytes, %d are handled: %w", im.Name, len(recipe),
+				maxRecipe, fault.ErrUnsupported)
 		}
 		// After very many changes it lies in very many places: time to begin anew.
 		return d.putPages(ctx, dir, im, pageSource{})
@@ -197,7 +202,9 @@ func (d *Draft) putPages(ctx context.Context, dir *os.File, im *Image, old pageS
 	addSegments(&d.need, pages.Segments)
 	d.mu.Unlock()
 
-	_, im.Recipe, err = cut(ctx, int64(len(recipe)), bytes.NewReader(recipe), func(raw []byte) (pack.ID, error) { return d.addNeeded(ctx, raw) })
+	_, im.Recipe, err = cut(ctx, int64(len(recipe)), bytes.NewReader(recipe), func(raw []byte) (pack.ID, error) {
+		return d.addNeeded(ctx, raw)
+	})
 	if err != nil {
 		return err
 	}
@@ -236,7 +243,9 @@ func (d *Draft) knownPages(ctx context.Context) (pageSource, error) {
 	}
 	var foreign, damaged bool
 	var digest string
-	err := d.s.read.QueryRowContext(ctx, "SELECT pulled, damaged <> '', digest FROM checkpoints WHERE id = ? AND status = 'ready'", d.row.Parent).Scan(&foreign, &damaged, &digest)
+	err := d.s.read.QueryRowContext(ctx,
+		"SELECT pulled, damaged <> '', digest FROM checkpoints WHERE id = ? AND status = 'ready'",
+		d.row.Parent).Scan(&foreign, &damaged, &digest)
 	if errors.Is(err, sql.ErrNoRows) || damaged {
 		return pageSource{}, nil
 	}

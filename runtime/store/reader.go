@@ -393,13 +393,15 @@ func (r *Reader) needsOfTree(ctx context.Context, n int, set *idSet) error {
 		return addEntry(set, &e)
 	})
 	if err == nil && (entries != t.Entries || data != t.Data) {
-		err = fmt.Errorf("list of files %d has %d entries and %d bytes of data, %d and %d expected: %w", n, entries, data, t.Entries, t.Data, fault.ErrCorrupt)
+		err = fmt.Errorf("list of files %d has %d entries and %d bytes of data, %d and %d expected: %w", n, entries,
+			data, t.Entries, t.Data, fault.ErrCorrupt)
 	}
 	return err
 }
 
 func (r *Reader) needsOfImage(ctx context.Context, im *Image, set *idSet) error {
-	if err := errors.Join(addChunks(set, im.Chunks), addChunks(set, im.Recipe), addChunks(set, im.Pages)); err != nil || im.Recipe == nil {
+	if err := errors.Join(addChunks(set, im.Chunks), addChunks(set, im.Recipe),
+		addChunks(set, im.Pages)); err != nil || im.Recipe == nil {
 		return err
 	}
 	segs, err := r.recipe(ctx, im)

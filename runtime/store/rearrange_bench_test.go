@@ -65,7 +65,9 @@ func BenchmarkWholeStore(b *testing.B) {
 			var raw [24]byte
 			for i := range n {
 				binary.LittleEndian.PutUint64(raw[:], uint64(i))
-				e := overlay.Entry{Path: fmt.Sprintf("f%07d", i), Type: overlay.TypeFile, Mode: 0o644, Size: int64(len(raw))}
+				e := overlay.Entry{
+					Path: fmt.Sprintf("f%07d", i), Type: overlay.TypeFile, Mode: 0o644, Size: int64(len(raw)),
+				}
 				if i == 500 {
 					e.Mode += uint32(round)
 				}

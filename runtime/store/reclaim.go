@@ -198,8 +198,10 @@ func (c *reclaim) mark(ctx context.Context) error {
 		case err != nil:
 			return err
 		case len(damage) > 0:
-			return &fault.Error{Op: "reclaim", Hint: fmt.Sprintf("See what is hurt with agentbox verify, and remove it with agentbox checkpoint rm %.12s; then try again.", k.ID),
-				Err: fmt.Errorf("what checkpoint %s needs is not known, so nothing was deleted: %w", k.ID, errors.Join(damage...))}
+			return &fault.Error{Op: "reclaim",
+				Hint: fmt.Sprintf("See what is hurt with agentbox verify, and remove it with agentbox checkpoint rm %.12s; then try again.", k.ID),
+				Err: fmt.Errorf("what checkpoint %s needs is not known, so nothing was deleted: %w", k.ID,
+					errors.Join(damage...))}
 		}
 		c.v.each(n, newBitset(c.v.size()), func(i uint32) {
 			if int(i) < len(c.v.cat.ids) {
@@ -349,7 +351,8 @@ func deleteRows(ctx context.Context, tx *sql.Tx, cat *catalog, part []uint32) er
 			args = append(args, cat.ids[part[n]][:])
 			n++
 		}
-		_, err := tx.ExecContext(ctx, "DELETE FROM blobs WHERE pack = ? AND id IN (?"+strings.Repeat(",?", n-1)+")", args...)
+		_, err := tx.ExecContext(ctx, "DELETE FROM blobs WHERE pack = ? AND id IN (?"+
+			strings.Repeat(",?", n-1)+")", args...)
 		if err != nil {
 			return err
 		}
@@ -482,7 +485,9 @@ func (c *reclaim) copy(ctx context.Context, batch []uint32) (info pack.Info, num
 	}
 	// Without a row it would be swept as soon as the lock is let go.
 	err = c.s.write(ctx, "record a pack", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "INSERT INTO packs (name, bytes, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", info.Name, info.Bytes, time.Now().UnixNano())
+		_, err := tx.ExecContext(ctx,
+			"INSERT INTO packs (name, bytes, created) VALUES (?,?,?) ON CONFLICT (name) DO NOTHING", info.Name,
+			info.Bytes, time.Now().UnixNano())
 		if err != nil {
 			return err
 		}
@@ -551,7 +556,9 @@ func (c *reclaim) change(ctx context.Context, tx *sql.Tx, batch []uint32, info p
 	for _, p := range batch {
 		old = append(old, fmt.Sprint(c.v.cat.packs[p].num))
 	}
-	st, err := tx.PrepareContext(ctx, "UPDATE blobs SET pack = ?, off = ?, stored = ?, raw = ?, packed = ? WHERE id = ? AND pack IN ("+strings.Join(old, ",")+")")
+	st, err := tx.PrepareContext(ctx,
+		"UPDATE blobs SET pack = ?, off = ?, stored = ?, raw = ?, packed = ? WHERE id = ? AND pack IN ("+
+			strings.Join(old, ",")+")")
 	if err != nil {
 		return err
 	}

@@ -178,7 +178,8 @@ func TestReclaim(t *testing.T) {
 	ctx := context.Background()
 	s := open(t, t.TempDir())
 	_, list, data := history(t, s)
-	if did := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})); did.Freed != 0 || did.Deleted+did.Rewritten != 0 || did.Before != packsSize(t, s) {
+	if did := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9})); did.Freed != 0 || did.Deleted+did.Rewritten != 0 ||
+		did.Before != packsSize(t, s) {
 		t.Fatalf("nothing was to be freed: %+v", did)
 	}
 	// The first pack is half in use, the third not at all.
@@ -189,15 +190,18 @@ func TestReclaim(t *testing.T) {
 	if !maps.Equal(before, stateOf(t, s)) {
 		t.Fatal("a dry run changed something")
 	}
-	if none := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1, DryRun: true})); none.Deleted != 1 || none.Rewritten != 0 || none.Freed >= plan.Freed {
+	if none := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1, DryRun: true})); none.Deleted != 1 ||
+		none.Rewritten != 0 || none.Freed >= plan.Freed {
 		t.Errorf("without a limit: %+v", none)
 	}
 	var last, total int64
 	did := must1(s.Reclaim(ctx, ReclaimOptions{MaxWaste: 1e-9, Progress: func(d, n int64) { last, total = d, n }}))
-	if did.Deleted != 1 || did.Rewritten == 0 || did.After != packsSize(t, s) || did.Before-did.After != did.Freed || last != total || total == 0 {
+	if did.Deleted != 1 || did.Rewritten == 0 || did.After != packsSize(t, s) || did.Before-did.After != did.Freed ||
+		last != total || total == 0 {
 		t.Errorf("%+v, %d of %d", did, last, total)
 	}
-	if did.Freed != plan.Freed || did.Deleted != plan.Deleted || did.Rewritten != plan.Rewritten || did.Chunks != plan.Chunks {
+	if did.Freed != plan.Freed || did.Deleted != plan.Deleted || did.Rewritten != plan.Rewritten ||
+		did.Chunks != plan.Chunks {
 		t.Errorf("planned %+v, done %+v", plan, did)
 	}
 	same(t, s, list[1].ID, data[1])
@@ -429,7 +433,9 @@ func TestUsage(t *testing.T) {
 	if u.Logical != logical {
 		t.Errorf("logical %d, want %d", u.Logical, logical)
 	}
-	sets := []map[string]bool{needsOf(t, s, u.Checkpoints[0].Checkpoint.ID), needsOf(t, s, u.Checkpoints[1].Checkpoint.ID)}
+	sets := []map[string]bool{
+		needsOf(t, s, u.Checkpoints[0].Checkpoint.ID), needsOf(t, s, u.Checkpoints[1].Checkpoint.ID),
+	}
 	var both int64
 	for i, x := range u.Checkpoints {
 		manifest := must1(os.Stat(filepath.Join(s.published(x.Checkpoint.ID), ManifestName))).Size()
@@ -440,7 +446,8 @@ func TestUsage(t *testing.T) {
 			}
 		}
 		if x.Needs != needs || x.Unique != unique || x.Needs != x.Checkpoint.Bytes || x.Unread {
-			t.Errorf("%s: needs %d (%d recorded), unique %d; want %d and %d", x.Checkpoint.Name, x.Needs, x.Checkpoint.Bytes, x.Unique, needs, unique)
+			t.Errorf("%s: needs %d (%d recorded), unique %d; want %d and %d", x.Checkpoint.Name, x.Needs,
+				x.Checkpoint.Bytes, x.Unique, needs, unique)
 		}
 		both += unique
 		if i == 0 {
@@ -458,7 +465,9 @@ func TestUsage(t *testing.T) {
 	if got := z.Of([]string{list[0].ID, list[2].ID}); got != u.Checkpoints[0].Needs {
 		t.Errorf("with one that was removed, %d, want %d", got, u.Checkpoints[0].Needs)
 	}
-	if got, want := z.IDs(), []string{u.Checkpoints[0].Checkpoint.ID, u.Checkpoints[1].Checkpoint.ID}; !slices.Equal(got, want) {
+	if got, want := z.IDs(), []string{
+		u.Checkpoints[0].Checkpoint.ID, u.Checkpoints[1].Checkpoint.ID,
+	}; !slices.Equal(got, want) {
 		t.Errorf("sizes of %v, want %v", got, want)
 	}
 	// Waste is what a reclaim frees, to the byte.

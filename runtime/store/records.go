@@ -17,8 +17,9 @@ func recordError(what string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return &fault.Error{Op: "state.db", ID: what, Hint: "agentbox has not written this. Do not use a state directory that others could write to; take its checkpoints out where it was made: agentbox checkpoint export",
-		Err: fmt.Errorf("%w: record of a %s: %v", fault.ErrCorrupt, what, err)}
+	return &fault.Error{Op: "state.db", ID: what,
+		Hint: "agentbox has not written this. Do not use a state directory that others could write to; take its checkpoints out where it was made: agentbox checkpoint export",
+		Err:  fmt.Errorf("%w: record of a %s: %v", fault.ErrCorrupt, what, err)}
 }
 
 // checkMaybe is checkID for one that may be left out.
@@ -46,12 +47,14 @@ func checkLength(data json.RawMessage) error {
 }
 
 func (b Sandbox) checkRow() error {
-	return recordError("sandbox", errors.Join(checkID("sandbox", b.ID), validSandboxName(b.Name), checkMaybeName(b.Backend),
+	return recordError("sandbox", errors.Join(checkID("sandbox", b.ID), validSandboxName(b.Name),
+		checkMaybeName(b.Backend),
 		checkMaybeName(b.Head), checkMaybe("lease", b.Lease), checkMaybeName(b.Group), checkLength(b.Spec)))
 }
 
 func (c Checkpoint) checkRow() error {
-	errs := []error{checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName), checkMaybeName(c.Name),
+	errs := []error{checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName),
+		checkMaybeName(c.Name),
 		checkMaybeName(c.Parent), checkMaybe("lease", c.Lease), checkLength(c.Spec)}
 	for _, tag := range c.Tags {
 		errs = append(errs, plainName(tag))
@@ -60,7 +63,8 @@ func (c Checkpoint) checkRow() error {
 }
 
 func (in Intent) checkRow() error {
-	err := errors.Join(checkID("sandbox", in.Sandbox), checkMaybe("checkpoint", in.Checkpoint), plainName(in.Op), checkLength(in.Data))
+	err := errors.Join(checkID("sandbox", in.Sandbox), checkMaybe("checkpoint", in.Checkpoint),
+		plainName(in.Op), checkLength(in.Data))
 	if in.Pid <= 0 {
 		err = errors.Join(err, fmt.Errorf("process %d", in.Pid))
 	}
@@ -72,5 +76,6 @@ func (l Lease) checkRow() error {
 }
 
 func (e Effect) checkRow() error {
-	return recordError("effect", errors.Join(checkID("effect", e.ID), checkID("sandbox", e.Sandbox), checkMaybeName(e.Head), checkLength(e.Data)))
+	return recordError("effect", errors.Join(checkID("effect", e.ID), checkID("sandbox", e.Sandbox),
+		checkMaybeName(e.Head), checkLength(e.Data)))
 }

@@ -27,27 +27,46 @@ func TestForgedRows(t *testing.T) {
 		forge string
 		reads []func(*Store) error
 	}{
-		"removal under way": {"UPDATE checkpoints SET id = '" + outside + "', status = 'failed', removing = 1", []func(*Store) error{sweep, list}},
-		"pending":           {"UPDATE checkpoints SET id = '" + outside + "', status = 'pending'", []func(*Store) error{sweep, list}},
-		"scratch":           {"UPDATE checkpoints SET id = '/../../../outside', status = 'failed', removing = 1", []func(*Store) error{sweep, list}},
-		"sandbox of one":    {"UPDATE checkpoints SET sandbox_id = '../../outside', status = 'pending'", []func(*Store) error{sweep, list}},
-		"lease of one":      {"UPDATE checkpoints SET lease = '../x'", []func(*Store) error{list}},
-		"name of one":       {"UPDATE checkpoints SET name = '../x'", []func(*Store) error{list}},
-		"name, terminal":    {"UPDATE checkpoints SET sandbox_name = char(27) || '[2J'", []func(*Store) error{list}},
-		"tag":               {"INSERT INTO tags SELECT sandbox_id, 'a/b', id FROM checkpoints", []func(*Store) error{list}},
-		"sandbox":           {"UPDATE sandboxes SET id = '../../outside'", []func(*Store) error{boxes, sweep}},
-		"sandbox, name":     {"UPDATE sandboxes SET name = '../x'", []func(*Store) error{boxes}},
-		"sandbox, backend":  {"UPDATE sandboxes SET backend = '../x'", []func(*Store) error{boxes}},
-		"sandbox, group":    {"UPDATE sandboxes SET member_of = '../x'", []func(*Store) error{boxes}},
-		"sandbox, spec":     {"UPDATE sandboxes SET spec = printf('%.5000000c', 'x')", []func(*Store) error{boxes}},
-		"journal":           {"UPDATE journal SET sandbox = '../../outside'", []func(*Store) error{intents}},
-		"journal, a name":   {"UPDATE journal SET sandbox = 'restore'", []func(*Store) error{intents}}, // of a directory in RUN
-		"journal, id":       {"UPDATE journal SET checkpoint = '../../outside'", []func(*Store) error{intents}},
-		"journal, all":      {"UPDATE journal SET pid = -1", []func(*Store) error{intents}},
-		"journal, length":   {"UPDATE journal SET data = printf('%.5000000c', 'x')", []func(*Store) error{intents}},
-		"lease":             {"UPDATE leases SET id = '../x'", []func(*Store) error{leases}},
-		"lease, name":       {"UPDATE leases SET name = 'a/b'", []func(*Store) error{leases}},
-		"effect":            {"UPDATE effects SET id = '../x'", []func(*Store) error{func(s *Store) error { _, err := s.Effects(ctx, must1(s.Sandbox(ctx, "c")).ID); return err }}},
+		"removal under way": {
+			"UPDATE checkpoints SET id = '" + outside + "', status = 'failed', removing = 1",
+			[]func(*Store) error{sweep, list},
+		},
+		"pending": {
+			"UPDATE checkpoints SET id = '" + outside + "', status = 'pending'", []func(*Store) error{sweep, list},
+		},
+		"scratch": {
+			"UPDATE checkpoints SET id = '/../../../outside', status = 'failed', removing = 1",
+			[]func(*Store) error{sweep, list},
+		},
+		"sandbox of one": {
+			"UPDATE checkpoints SET sandbox_id = '../../outside', status = 'pending'",
+			[]func(*Store) error{sweep, list},
+		},
+		"lease of one":   {"UPDATE checkpoints SET lease = '../x'", []func(*Store) error{list}},
+		"name of one":    {"UPDATE checkpoints SET name = '../x'", []func(*Store) error{list}},
+		"name, terminal": {"UPDATE checkpoints SET sandbox_name = char(27) || '[2J'", []func(*Store) error{list}},
+		"tag": {
+			"INSERT INTO tags SELECT sandbox_id, 'a/b', id FROM checkpoints", []func(*Store) error{list},
+		},
+		"sandbox":          {"UPDATE sandboxes SET id = '../../outside'", []func(*Store) error{boxes, sweep}},
+		"sandbox, name":    {"UPDATE sandboxes SET name = '../x'", []func(*Store) error{boxes}},
+		"sandbox, backend": {"UPDATE sandboxes SET backend = '../x'", []func(*Store) error{boxes}},
+		"sandbox, group":   {"UPDATE sandboxes SET member_of = '../x'", []func(*Store) error{boxes}},
+		"sandbox, spec":    {"UPDATE sandboxes SET spec = printf('%.5000000c', 'x')", []func(*Store) error{boxes}},
+		"journal":          {"UPDATE journal SET sandbox = '../../outside'", []func(*Store) error{intents}},
+		// of a directory in RUN
+		"journal, a name": {"UPDATE journal SET sandbox = 'restore'", []func(*Store) error{intents}},
+		"journal, id":     {"UPDATE journal SET checkpoint = '../../outside'", []func(*Store) error{intents}},
+		"journal, all":    {"UPDATE journal SET pid = -1", []func(*Store) error{intents}},
+		"journal, length": {"UPDATE journal SET data = printf('%.5000000c', 'x')", []func(*Store) error{intents}},
+		"lease":           {"UPDATE leases SET id = '../x'", []func(*Store) error{leases}},
+		"lease, name":     {"UPDATE leases SET name = 'a/b'", []func(*Store) error{leases}},
+		"effect": {
+			"UPDATE effects SET id = '../x'", []func(*Store) error{func(s *Store) error {
+				_, err := s.Effects(ctx, must1(s.Sandbox(ctx, "c")).ID)
+				return err
+			}},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -88,15 +107,31 @@ func TestForgedParts(t *testing.T) {
 		forge func(root, outside string) error
 		says  string
 	}{
-		"owner of the root":  {func(root, _ string) error { return os.Chown(root, 1000, 0) }, "belongs to user 1000"},
-		"group of the root":  {func(root, _ string) error { return errors.Join(os.Chown(root, 0, 1000), os.Chmod(root, 0o770)) }, "others may write"},
-		"owner of state.db":  {func(root, _ string) error { return os.Chown(root+"/state.db", 1000, 0) }, "belongs to user 1000"},
-		"mode of state.db":   {func(root, _ string) error { return os.Chmod(root+"/state.db", 0o666) }, "others may write"},
-		"state.db-wal, link": {func(root, outside string) error { return lead(root+"/state.db-wal", outside+"/kept") }, "symbolic link"},
-		"state.db-shm, link": {func(root, outside string) error { return lead(root+"/state.db-shm", outside+"/kept") }, "symbolic link"},
-		"sandboxes, link":    {func(root, outside string) error { return lead(root+"/sandboxes", outside) }, "symbolic link"},
-		"checkpoints, link":  {func(root, outside string) error { return lead(root+"/checkpoints", outside) }, "symbolic link"},
-		"network.json, link": {func(root, outside string) error { return lead(root+"/network.json", outside+"/kept") }, "symbolic link"},
+		"owner of the root": {func(root, _ string) error { return os.Chown(root, 1000, 0) }, "belongs to user 1000"},
+		"group of the root": {func(root, _ string) error {
+			return errors.Join(os.Chown(root, 0, 1000), os.Chmod(root, 0o770))
+		}, "others may write"},
+		"owner of state.db": {func(root, _ string) error {
+			return os.Chown(root+"/state.db", 1000, 0)
+		}, "belongs to user 1000"},
+		"mode of state.db": {func(root, _ string) error {
+			return os.Chmod(root+"/state.db", 0o666)
+		}, "others may write"},
+		"state.db-wal, link": {func(root, outside string) error {
+			return lead(root+"/state.db-wal", outside+"/kept")
+		}, "symbolic link"},
+		"state.db-shm, link": {func(root, outside string) error {
+			return lead(root+"/state.db-shm", outside+"/kept")
+		}, "symbolic link"},
+		"sandboxes, link": {func(root, outside string) error {
+			return lead(root+"/sandboxes", outside)
+		}, "symbolic link"},
+		"checkpoints, link": {func(root, outside string) error {
+			return lead(root+"/checkpoints", outside)
+		}, "symbolic link"},
+		"network.json, link": {func(root, outside string) error {
+			return lead(root+"/network.json", outside+"/kept")
+		}, "symbolic link"},
 		"run/restore, link": {func(root, outside string) error {
 			return errors.Join(os.Mkdir(root+"/run", 0o700), os.Symlink(outside, root+"/run/restore"))
 		}, "symbolic link"},

@@ -83,7 +83,9 @@ func (x *reindex) packs(ctx context.Context) error {
 		return err
 	}
 	// A chunk that is in two packs belongs to the older one, as when it was made.
-	slices.SortFunc(files, func(a, b packFileInfo) int { return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.name, b.name)) })
+	slices.SortFunc(files, func(a, b packFileInfo) int {
+		return cmp.Or(a.created.Compare(b.created), cmp.Compare(a.name, b.name))
+	})
 	// No other process changes packs now, so they are proven before the database is locked.
 	var sound []packFileInfo
 	for _, f := range files {
@@ -112,7 +114,9 @@ func (x *reindex) packs(ctx context.Context) error {
 	return err
 }
 
-func (x *reindex) rebuild(ctx context.Context, tx *sql.Tx, sound []packFileInfo, bad []string) (notes []string, err error) {
+func (x *reindex) rebuild(
+	ctx context.Context, tx *sql.Tx, sound []packFileInfo, bad []string,
+) (notes []string, err error) {
 	was, err := packNames(ctx, tx)
 	if err != nil {
 		return nil, err
@@ -130,7 +134,9 @@ func (x *reindex) rebuild(ctx context.Context, tx *sql.Tx, sound []packFileInfo,
 		list = append(list, strconv.FormatInt(n, 10))
 	}
 	in := "(" + strings.Join(list, ",") + ")"
-	for _, q := range []string{"DELETE FROM blobs WHERE pack NOT IN " + in, "DELETE FROM packs WHERE num NOT IN " + in} {
+	for _, q := range []string{
+		"DELETE FROM blobs WHERE pack NOT IN " + in, "DELETE FROM packs WHERE num NOT IN " + in,
+	} {
 		if _, err := tx.ExecContext(ctx, q); err != nil {
 			return nil, err
 		}
@@ -323,9 +329,11 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there
 		return err
 	}
 	m := &r.manifest
-	c := Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind, Status: Ready, Parent: m.Parent,
-		Trigger: m.Trigger, Created: u.created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest, ImageDigest: m.ImageDigest,
-		Labels: m.Labels, Spec: m.Spec, Foreign: u.origin != originHere}
+	c := Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
+		Status: Ready, Parent: m.Parent,
+		Trigger: m.Trigger, Created: u.created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest,
+		ImageDigest: m.ImageDigest,
+		Labels:      m.Labels, Spec: m.Spec, Foreign: u.origin != originHere}
 	if !madeElsewhere(u.origin, r.digest) { // else they are its author's words
 		c.Warnings = m.Warnings
 	}
@@ -362,16 +370,22 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there
 	}
 	err = x.s.write(ctx, "record a checkpoint", func(tx *sql.Tx) error {
 		var taken string
-		err := tx.QueryRowContext(ctx, "SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'", c.SandboxID, c.Name).Scan(&taken)
+		err := tx.QueryRowContext(ctx,
+			"SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND name <> '' AND status = 'ready'",
+			c.SandboxID, c.Name).Scan(&taken)
 		if err == nil {
 			x.note("checkpoint %s: its name %s is that of checkpoint %s", c.ID, c.Name, taken)
 			c.Name = ""
 		} else if !errors.Is(err, sql.ErrNoRows) {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent, c.Trigger, c.Created.UnixNano(),
-			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen), encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Foreign, m.Attached.record())
+		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+
+			", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent,
+			c.Trigger, c.Created.UnixNano(),
+			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen),
+			encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease,
+			c.Foreign, m.Attached.record())
 		return err
 	})
 	if err == nil {

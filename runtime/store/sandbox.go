@@ -64,7 +64,8 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 	}
 	return s.write(ctx, "add a sandbox", func(tx *sql.Tx) error {
 		var id, name string
-		err := tx.QueryRowContext(ctx, "SELECT id, name FROM sandboxes WHERE id = ? OR name = ?", b.ID, b.Name).Scan(&id, &name)
+		err := tx.QueryRowContext(ctx, "SELECT id, name FROM sandboxes WHERE id = ? OR name = ?", b.ID,
+			b.Name).Scan(&id, &name)
 		switch {
 		case err == nil && name == b.Name:
 			return fmt.Errorf("sandbox name %q (id %.12s): %w", name, id, fault.ErrExists)
@@ -76,8 +77,10 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 		if err := joinLease(ctx, tx, b.Lease); err != nil {
 			return err
 		}
-		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt, b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group, b.Starter)
+		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+
+			") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt,
+			b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group, b.Starter)
 		return err
 	})
 }
@@ -139,13 +142,15 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 		var b Sandbox
 		var spec, lower, labels string
 		var created int64
-		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt, &created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group, &b.Starter)
+		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt,
+			&created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group, &b.Starter)
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}
 		b.Spec = raw(spec)
 		b.Created = time.Unix(0, created).UTC()
-		if err := errors.Join(json.Unmarshal([]byte(lower), &b.Lower), json.Unmarshal([]byte(labels), &b.Labels)); err != nil {
+		if err := errors.Join(json.Unmarshal([]byte(lower), &b.Lower),
+			json.Unmarshal([]byte(labels), &b.Labels)); err != nil {
 			return nil, fmt.Errorf("record of sandbox %s: %w: %w", b.ID, fault.ErrCorrupt, err)
 		}
 		if b.Labels == nil {
@@ -220,7 +225,8 @@ func (s *Store) Hold(ctx context.Context, id, why string) error {
 		why = why[:maxError]
 	}
 	return s.release(ctx, "hold a sandbox", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET held = ? WHERE id = ?", strings.ToValidUTF8(why, "\uFFFD"), id)
+		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET held = ? WHERE id = ?",
+			strings.ToValidUTF8(why, "\uFFFD"), id)
 		return err
 	})
 }

@@ -164,10 +164,12 @@ func (s *Store) migrate(ctx context.Context) error {
 		return cancelled(ctx, dbError("open", err))
 	case mode != "wal":
 		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Put the root on a local filesystem.",
-			Err: fmt.Errorf("this filesystem has no shared memory for SQLite's WAL (journal mode %q): %w", mode, fault.ErrUnsupported)}
+			Err: fmt.Errorf("this filesystem has no shared memory for SQLite's WAL (journal mode %q): %w",
+				mode, fault.ErrUnsupported)}
 	case version > len(migrations):
 		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Use that newer agentbox, or another --root.",
-			Err: fmt.Errorf("a newer agentbox wrote it (schema %d, this one knows %d): %w", version, len(migrations), fault.ErrUnsupported)}
+			Err: fmt.Errorf("a newer agentbox wrote it (schema %d, this one knows %d): %w", version,
+				len(migrations), fault.ErrUnsupported)}
 	case others > 0:
 		return s.foreignSchema("it has views, triggers or virtual tables")
 	case version > 0 && (app != applicationID || tables != 3), version == 0 && tables != 0, version < 0:
@@ -182,7 +184,8 @@ func (s *Store) migrate(ctx context.Context) error {
 				return err
 			}
 		}
-		_, err := tx.ExecContext(ctx, fmt.Sprintf("PRAGMA user_version = %d; PRAGMA application_id = %d", len(migrations), applicationID))
+		_, err := tx.ExecContext(ctx, fmt.Sprintf("PRAGMA user_version = %d; PRAGMA application_id = %d",
+			len(migrations), applicationID))
 		if err != nil {
 			return err
 		}
@@ -203,7 +206,8 @@ func (s *Store) checkSchema(ctx context.Context, db interface {
 	QueryContext(context.Context, string, ...any) (*sql.Rows, error)
 }) error {
 	// The tables of ANALYZE are SQLite's own.
-	rows, err := db.QueryContext(ctx, `SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT IN ('sqlite_stat1', 'sqlite_stat4') ORDER BY type, name`)
+	rows, err := db.QueryContext(ctx,
+		`SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema WHERE name NOT IN ('sqlite_stat1', 'sqlite_stat4') ORDER BY type, name`)
 	if err != nil {
 		return cancelled(ctx, dbError("open", err))
 	}
@@ -226,6 +230,7 @@ func (s *Store) checkSchema(ctx context.Context, db interface {
 }
 
 func (s *Store) foreignSchema(why string) error {
-	return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "agentbox has not written this. Do not use a state directory that others could write to; move it aside, or use another --root.",
-		Err: fmt.Errorf("%s: %w", why, fault.ErrCorrupt)}
+	return &fault.Error{Op: "open state", ID: s.dbPath(),
+		Hint: "agentbox has not written this. Do not use a state directory that others could write to; move it aside, or use another --root.",
+		Err:  fmt.Errorf("%s: %w", why, fault.ErrCorrupt)}
 }

@@ -22,7 +22,8 @@ func TestCaches(t *testing.T) {
 		must(t, os.Chtimes(path, time.Now().Add(-age), time.Now().Add(-age)))
 		return path
 	}
-	kept, gone, orphan := write(s.FileCachePath(a.ID, 0), 48*time.Hour), write(s.FileCachePath(b.ID, 12), 0), write(s.FileCachePath(NewID(), 3), 0)
+	kept, gone, orphan := write(s.FileCachePath(a.ID, 0), 48*time.Hour), write(s.FileCachePath(b.ID, 12), 0),
+		write(s.FileCachePath(NewID(), 3), 0)
 	if filepath.Dir(kept) != filepath.Join(s.root, "memory") || filepath.Base(kept) != a.ID+".0" {
 		t.Error(kept)
 	}
@@ -54,7 +55,9 @@ func TestTagRefs(t *testing.T) {
 	tag(a, one, "good")
 	tag(a, two, "name") // a name comes first
 	tag(b, three, "good")
-	for ref, want := range map[string]Checkpoint{"a@good": one, "a@name": one, "b@good": three, "a@zz": one, "zz": one} {
+	for ref, want := range map[string]Checkpoint{
+		"a@good": one, "a@name": one, "b@good": three, "a@zz": one, "zz": one,
+	} {
 		if got, err := s.Checkpoint(ctx, ref); err != nil || got.ID != want.ID {
 			t.Errorf("%s leads to %s: %v", ref, got.ID, err)
 		}
@@ -79,7 +82,8 @@ func TestMigration(t *testing.T) {
 	must(t, (&Store{root: root}).makeDirs())
 	first, err := openOld(root)
 	must(t, err)
-	_, err = first.Exec(migrations[0] + fmt.Sprintf("PRAGMA user_version = 1; PRAGMA application_id = %d", applicationID))
+	_, err = first.Exec(migrations[0] +
+		fmt.Sprintf("PRAGMA user_version = 1; PRAGMA application_id = %d", applicationID))
 	must(t, err)
 	must(t, first.Close())
 	must(t, os.Chmod(filepath.Join(root, "state.db"), 0o600))

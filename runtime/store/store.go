@@ -137,7 +137,8 @@ func (s *Store) Close() (err error) {
 	defer func() { err = errors.Join(err, s.file.Close()) }()
 	if info, err := os.Lstat(s.dbPath() + "-wal"); err == nil && info.Size() <= keepWAL {
 		// Without the lock all is as it should be, but later.
-		_ = unix.FcntlFlock(s.file.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_RDLCK, Start: sharedFirst, Len: sharedSize})
+		_ = unix.FcntlFlock(s.file.Fd(), unix.F_OFD_SETLK,
+			&unix.Flock_t{Type: unix.F_RDLCK, Start: sharedFirst, Len: sharedSize})
 	}
 	if err := errors.Join(s.read.Close(), s.db.Close()); err != nil {
 		return dbError("close", err)
@@ -200,7 +201,9 @@ func (s *Store) makeDirs() error {
 	if err := s.checkParts(); err != nil {
 		return err
 	}
-	for _, dir := range []string{s.locksDir(), s.packsDir(), s.cacheDir(), s.checkpointsDir(), s.failedDir(), s.stagedDir()} {
+	for _, dir := range []string{
+		s.locksDir(), s.packsDir(), s.cacheDir(), s.checkpointsDir(), s.failedDir(), s.stagedDir(),
+	} {
 		if err := unix.Lstat(dir, &st); err == nil && st.Mode&unix.S_IFMT == unix.S_IFDIR && st.Uid == 0 {
 			continue
 		}
@@ -259,19 +262,22 @@ func (s *Store) checkParts() error {
 }
 
 func linkError(path string) error {
-	return &fault.Error{Op: "check", ID: path, Hint: "Put in its place what it leads to; another disk can be mounted there.",
-		Err: fmt.Errorf("a symbolic link in the state directory: %w", fault.ErrDenied)}
+	return &fault.Error{Op: "check", ID: path,
+		Hint: "Put in its place what it leads to; another disk can be mounted there.",
+		Err:  fmt.Errorf("a symbolic link in the state directory: %w", fault.ErrDenied)}
 }
 
 // checkOwner refuses what is not root's, or can be written by others.
 func checkOwner(path string, st *unix.Stat_t) error {
 	if st.Uid != 0 {
-		return &fault.Error{Op: "check", ID: path, Hint: "Choose a directory of root's own: its owner may have put anything there. If all of it is yours: chown root " + path,
-			Err: fmt.Errorf("it belongs to user %d, not to root: %w", st.Uid, fault.ErrDenied)}
+		return &fault.Error{Op: "check", ID: path,
+			Hint: "Choose a directory of root's own: its owner may have put anything there. If all of it is yours: chown root " + path,
+			Err:  fmt.Errorf("it belongs to user %d, not to root: %w", st.Uid, fault.ErrDenied)}
 	}
 	if st.Mode&0o002 != 0 || st.Mode&0o020 != 0 && st.Gid != 0 {
-		return &fault.Error{Op: "check", ID: path, Hint: "Choose a directory of root's own, or take the right away: chmod go-w " + path,
-			Err: fmt.Errorf("others may write here: %w", fault.ErrDenied)}
+		return &fault.Error{Op: "check", ID: path,
+			Hint: "Choose a directory of root's own, or take the right away: chmod go-w " + path,
+			Err:  fmt.Errorf("others may write here: %w", fault.ErrDenied)}
 	}
 	return nil
 }
@@ -293,7 +299,8 @@ func (s *Store) openDB(ctx context.Context) (err error) {
 	if _, err := sqlite.OFDLocking(true); err != nil && !errors.Is(err, sqlite.ErrOFDLockingUnavailable) {
 		return err
 	}
-	db, err := s.connect("immediate", "journal_mode(WAL)", "synchronous(FULL)", fmt.Sprintf("journal_size_limit(%d)", walSize))
+	db, err := s.connect("immediate", "journal_mode(WAL)", "synchronous(FULL)",
+		fmt.Sprintf("journal_size_limit(%d)", walSize))
 	if err != nil {
 		return err
 	}
@@ -333,7 +340,9 @@ func (s *Store) connect(lock string, pragmas ...string) (*sql.DB, error) {
 		"_txlock": {lock},
 		// The file may be forged: it is not to run or to change more than it is asked to.
 		"_defensive": {"1"},
-		"_pragma":    append([]string{fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)", "cell_size_check(ON)"}, pragmas...),
+		"_pragma": append([]string{
+			fmt.Sprintf("busy_timeout(%d)", busyTimeout.Milliseconds()), "trusted_schema(OFF)", "cell_size_check(ON)",
+		}, pragmas...),
 	}
 	u := url.URL{Scheme: "file", Path: s.dbPath(), RawQuery: q.Encode()}
 	db, err := sql.Open("sqlite", u.String())
@@ -378,7 +387,8 @@ func transact(ctx context.Context, db interface {
 	for {
 		tx, err := db.BeginTx(ctx, nil)
 		if err != nil {
-			if err = dbError(what, err); errors.Is(err, fault.ErrBusy) && time.Now().Before(deadline) && ctx.Err() == nil {
+			if err = dbError(what, err); errors.Is(err, fault.ErrBusy) &&
+				time.Now().Before(deadline) && ctx.Err() == nil {
 				continue // busyTimeout was the pause
 			}
 			return cancelled(ctx, err)
@@ -459,8 +469,9 @@ func dbError(what string, err error) error {
 	case sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED:
 		return fmt.Errorf("state.db, %s: another process holds it: %w", what, fault.ErrBusy)
 	case sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB:
-		return &fault.Error{Op: "state.db", ID: what, Hint: "Put back a copy of all three, state.db, state.db-wal and state.db-shm, or move them aside. Checkpoints are not affected. Sandboxes that a copy does not know go on and are left alone: agentbox recover names them.",
-			Err: fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
+		return &fault.Error{Op: "state.db", ID: what,
+			Hint: "Put back a copy of all three, state.db, state.db-wal and state.db-shm, or move them aside. Checkpoints are not affected. Sandboxes that a copy does not know go on and are left alone: agentbox recover names them.",
+			Err:  fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
 	case sqlite3.SQLITE_FULL:
 		return fmt.Errorf("state.db, %s: %w", what, syscall.ENOSPC)
 	case sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH:

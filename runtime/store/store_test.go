@@ -31,7 +31,10 @@ func TestOpenMakesOwnerOnlyState(t *testing.T) {
 	root := filepath.Join(t.TempDir(), "a b", "100%25?x#y", "root")
 	s := open(t, root)
 	put(t, s, "c")
-	for path, mode := range map[string]os.FileMode{"": 0o700, "locks": 0o700, "packs": 0o700, "memory": 0o700, "checkpoints": 0o700, "checkpoints/failed": 0o700, "state.db": 0o600, "state.db-wal": 0o600, "state.db-shm": 0o600} {
+	for path, mode := range map[string]os.FileMode{
+		"": 0o700, "locks": 0o700, "packs": 0o700, "memory": 0o700, "checkpoints": 0o700, "checkpoints/failed": 0o700,
+		"state.db": 0o600, "state.db-wal": 0o600, "state.db-shm": 0o600,
+	} {
 		info, err := os.Stat(filepath.Join(root, path))
 		must(t, err)
 		if info.Mode().Perm() != mode {
@@ -193,7 +196,10 @@ func TestValidName(t *testing.T) {
 	for _, good := range []string{"a", "A9_.-", "0", strings.Repeat("x", 128), "deadbeef"} {
 		must(t, ValidName(good))
 	}
-	for _, bad := range []string{"", "..", ".", "a/b", "../x", "-a", "_a", ".a", "a b", "a\n", "ä", "a@b", "a\x00", strings.Repeat("x", 129), NewID(), strings.Repeat("ä", 200)} {
+	for _, bad := range []string{
+		"", "..", ".", "a/b", "../x", "-a", "_a", ".a", "a b", "a\n", "ä", "a@b", "a\x00", strings.Repeat("x", 129),
+		NewID(), strings.Repeat("ä", 200),
+	} {
 		wantErr(t, ValidName(bad), fault.ErrInvalid)
 	}
 }
@@ -205,7 +211,10 @@ func TestValidLabels(t *testing.T) {
 	for i := range 257 {
 		many[fmt.Sprint(i)] = ""
 	}
-	for _, bad := range []map[string]string{many, {"": "v"}, {"a=b": ""}, {"a\n": ""}, {"\xff": ""}, {"k": "\xff"}, {"k": strings.Repeat("x", 4097)}, {strings.Repeat("k", 257): ""}} {
+	for _, bad := range []map[string]string{
+		many, {"": "v"}, {"a=b": ""}, {"a\n": ""}, {"\xff": ""}, {"k": "\xff"}, {"k": strings.Repeat("x", 4097)},
+		{strings.Repeat("k", 257): ""},
+	} {
 		wantErr(t, ValidLabels(bad), fault.ErrInvalid)
 	}
 }
@@ -260,7 +269,9 @@ func TestSandboxes(t *testing.T) {
 	wantErr(t, s.PutSandbox(ctx, dup), fault.ErrExists, a.ID)
 
 	for _, change := range []func(*Sandbox){
-		func(b *Sandbox) { b.ID = "xyz" }, func(b *Sandbox) { b.Name = "a/b" }, func(b *Sandbox) { b.Name = "" }, func(b *Sandbox) { b.Name = a.ID },
+		func(b *Sandbox) { b.ID = "xyz" }, func(b *Sandbox) { b.Name = "a/b" }, func(b *Sandbox) {
+			b.Name = ""
+		}, func(b *Sandbox) { b.Name = a.ID },
 		func(b *Sandbox) { b.Spec = []byte("{") }, func(b *Sandbox) { b.Labels = map[string]string{"": ""} },
 		func(b *Sandbox) { b.Spec = []byte(`"` + strings.Repeat("x", 5<<20) + `"`) },
 	} {
@@ -306,8 +317,10 @@ func TestCheckpointRefs(t *testing.T) {
 	o2 := mk(old2, id("ef"), "newer")
 
 	for ref, want := range map[string]Checkpoint{
-		a1.ID: a1, "abcd1": a1, "a@first": a1, "b@first": b1, a.ID + "@first": a1, a.ID[:20] + "@second": a2, "second": a2,
-		"b@" + b2.ID[:4]: b2, "b@abcd": b1, "dddd": b2, "old@keep": o1, "old@newer": o2, "keep": o1, old.ID + "@keep": o1, old.ID[:20] + "@keep": o1, "old@" + o1.ID[:8]: o1,
+		a1.ID: a1, "abcd1": a1, "a@first": a1, "b@first": b1, a.ID + "@first": a1,
+		a.ID[:20] + "@second": a2, "second": a2,
+		"b@" + b2.ID[:4]: b2, "b@abcd": b1, "dddd": b2, "old@keep": o1, "old@newer": o2, "keep": o1,
+		old.ID + "@keep": o1, old.ID[:20] + "@keep": o1, "old@" + o1.ID[:8]: o1,
 	} {
 		got, err := s.Checkpoint(ctx, ref)
 		must(t, err)
@@ -315,11 +328,15 @@ func TestCheckpointRefs(t *testing.T) {
 			t.Errorf("%s leads to %s (%s), want %s (%s)", ref, got.ID, got.Name, want.ID, want.Name)
 		}
 	}
-	for ref, words := range map[string][]string{"first": {a1.ID, b1.ID, "a@first", "b@first"}, "abcd": {a1.ID, a2.ID, b1.ID}, "a@abcd": {a1.ID, a2.ID}} {
+	for ref, words := range map[string][]string{
+		"first": {a1.ID, b1.ID, "a@first", "b@first"}, "abcd": {a1.ID, a2.ID, b1.ID}, "a@abcd": {a1.ID, a2.ID},
+	} {
 		_, err := s.Checkpoint(ctx, ref)
 		wantErr(t, err, fault.ErrInvalid, words...)
 	}
-	for _, ref := range []string{"none", "a@none", "none@first", "abc", "ddd", "b@ddd", "a@dddd", "b@second", NewID(), "%", "a@%"} {
+	for _, ref := range []string{
+		"none", "a@none", "none@first", "abc", "ddd", "b@ddd", "a@dddd", "b@second", NewID(), "%", "a@%",
+	} {
 		_, err := s.Checkpoint(ctx, ref)
 		wantErr(t, err, fault.ErrNotFound, ref)
 	}
@@ -402,7 +419,8 @@ func TestJournal(t *testing.T) {
 	s = open(t, root)
 	list, err := s.Intents(ctx)
 	must(t, err)
-	if len(list) != 2 || list[0].Seq != one || list[1].Seq != two || string(list[0].Data) != `{"step":2}` || list[0].Pid != os.Getpid() ||
+	if len(list) != 2 || list[0].Seq != one || list[1].Seq != two || string(list[0].Data) != `{"step":2}` ||
+		list[0].Pid != os.Getpid() ||
 		list[0].Op != "restore" || list[1].Pid != 42 || !list[1].Started.Equal(time.Unix(5, 6)) || list[1].Data != nil {
 		t.Fatalf("%+v", list)
 	}
@@ -474,7 +492,9 @@ func TestPanicInTransaction(t *testing.T) {
 		t.Fatal(err)
 	}
 	for i, s := range []*Store{s, other} {
-		if err := s.PutSandbox(t.Context(), Sandbox{ID: NewID(), Name: fmt.Sprint("box", i), Spec: []byte("{}")}); err != nil {
+		if err := s.PutSandbox(t.Context(), Sandbox{
+			ID: NewID(), Name: fmt.Sprint("box", i), Spec: []byte("{}"),
+		}); err != nil {
 			t.Error(err)
 		}
 	}

@@ -115,7 +115,8 @@ func (s *stream) segment(g *pack.Segment) ([]byte, error) {
 		return nil, fmt.Errorf("%s: %w", s.what, err)
 	}
 	if int64(g.Off)+int64(g.Len) > int64(len(b)) || s.whole && int(g.Len) != len(b) {
-		return nil, fmt.Errorf("%s: piece %s has %d bytes, %d at %d are wanted: %w", s.what, g.ID, len(b), g.Len, g.Off, fault.ErrCorrupt)
+		return nil, fmt.Errorf("%s: piece %s has %d bytes, %d at %d are wanted: %w", s.what, g.ID, len(b), g.Len,
+			g.Off, fault.ErrCorrupt)
 	}
 	return b[g.Off : g.Off+g.Len], nil
 }
@@ -212,7 +213,9 @@ type proven struct {
 	err    error // sticky
 }
 
-func newProven(ctx context.Context, p *chunks, what string, segs []pack.Segment, whole bool, digest string, bytes int64) *proven {
+func newProven(
+	ctx context.Context, p *chunks, what string, segs []pack.Segment, whole bool, digest string, bytes int64,
+) *proven {
 	return &proven{s: newStream(ctx, p, what, segs, whole), ctx: ctx, digest: digest, bytes: bytes, hash: blake3.New()}
 }
 

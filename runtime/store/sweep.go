@@ -46,7 +46,8 @@ func (s *Store) remove(ctx context.Context, id, and string) (removed bool, err e
 	// not offered to any caller.
 	stays := false
 	err = s.release(ctx, "remove a checkpoint", func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET status = 'failed', error = 'its removal was interrupted', removing = 1 WHERE id = ?"+and, id)
+		res, err := tx.ExecContext(ctx,
+			"UPDATE checkpoints SET status = 'failed', error = 'its removal was interrupted', removing = 1 WHERE id = ?"+and, id)
 		if err != nil || and == "" {
 			return err
 		}
@@ -106,8 +107,10 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 		if err != nil {
 			return err
 		}
-		for _, q := range []string{"UPDATE removed SET bytes = bytes + (SELECT added FROM checkpoints WHERE id = ?2)", "UPDATE checkpoints SET parent = ?1 WHERE parent = ?2", "UPDATE sandboxes SET head = ?1 WHERE head = ?2",
-			"UPDATE effects SET head = ?1 WHERE head = ?2", "DELETE FROM tags WHERE checkpoint_id = ?2", "DELETE FROM checkpoints WHERE id = ?2"} {
+		for _, q := range []string{"UPDATE removed SET bytes = bytes + (SELECT added FROM checkpoints WHERE id = ?2)",
+			"UPDATE checkpoints SET parent = ?1 WHERE parent = ?2", "UPDATE sandboxes SET head = ?1 WHERE head = ?2",
+			"UPDATE effects SET head = ?1 WHERE head = ?2", "DELETE FROM tags WHERE checkpoint_id = ?2",
+			"DELETE FROM checkpoints WHERE id = ?2"} {
 			if _, err := tx.ExecContext(ctx, q, parent, id); err != nil {
 				return err
 			}
@@ -140,7 +143,8 @@ func (s *Store) Sweep(ctx context.Context) ([]string, error) {
 	var unready []row
 	known := map[string]bool{}
 	foreign := false // there is a checkpoint that state.db does not know
-	rows, err := s.read.QueryContext(ctx, "SELECT id, sandbox_id, sandbox_name, CASE WHEN removing THEN 'removing' ELSE status END FROM checkpoints")
+	rows, err := s.read.QueryContext(ctx,
+		"SELECT id, sandbox_id, sandbox_name, CASE WHEN removing THEN 'removing' ELSE status END FROM checkpoints")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("sweep", err))
 	}
@@ -385,7 +389,9 @@ func (s *Store) complete(ctx context.Context, c Checkpoint) error {
 	if err != nil {
 		return err
 	}
-	p := published{manifest: r.manifest, digest: r.digest, bytes: r.size, asIs: c.Foreign && madeElsewhere(origin, r.digest)}
+	p := published{
+		manifest: r.manifest, digest: r.digest, bytes: r.size, asIs: c.Foreign && madeElsewhere(origin, r.digest),
+	}
 	gone, err := r.chunks.x.find(ctx, need, func(at place) error { p.bytes += int64(at.blob.Stored); return nil })
 	if err != nil {
 		return err

@@ -34,10 +34,15 @@ func (s *Store) Tag(ctx context.Context, id, tag string) error {
 			return err
 		}
 		var taken string
-		err = tx.QueryRowContext(ctx, "SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND status = 'ready'", sandbox, tag).Scan(&taken)
+		err = tx.QueryRowContext(ctx,
+			"SELECT id FROM checkpoints WHERE sandbox_id = ? AND name = ? AND status = 'ready'",
+			sandbox, tag).Scan(&taken)
 		switch {
 		case err == nil:
-			return &fault.Error{Op: "tag", ID: tag, Hint: "Choose another tag.", Err: fmt.Errorf("a checkpoint (id %.12s) has this name: %w", taken, fault.ErrExists)}
+			return &fault.Error{
+				Op: "tag", ID: tag, Hint: "Choose another tag.",
+				Err: fmt.Errorf("a checkpoint (id %.12s) has this name: %w", taken, fault.ErrExists),
+			}
 		case !errors.Is(err, sql.ErrNoRows):
 			return err
 		}

@@ -73,7 +73,8 @@ func (s *Store) Sizes(ctx context.Context) (*Sizes, error) {
 			own, data = r.size, logical(&r.manifest)
 		}
 		z.at[c.ID] = len(z.list)
-		z.list, z.needs, z.own, z.data, z.unread = append(z.list, c), append(z.needs, n), append(z.own, own), append(z.data, data), append(z.unread, len(damage) > 0)
+		z.list, z.needs, z.own, z.data, z.unread = append(z.list, c), append(z.needs, n), append(z.own, own),
+			append(z.data, data), append(z.unread, len(damage) > 0)
 	}
 	return z, nil
 }

@@ -252,7 +252,8 @@ func (v *verification) footer(ctx context.Context, p uint32, count int64) error 
 		return err
 	}
 	if r.Name() != row.name || r.Bytes() != row.bytes {
-		return fmt.Errorf("it is pack %s of %d bytes, the index has %d: %w", r.Name(), r.Bytes(), row.bytes, fault.ErrCorrupt)
+		return fmt.Errorf("it is pack %s of %d bytes, the index has %d: %w", r.Name(), r.Bytes(),
+			row.bytes, fault.ErrCorrupt)
 	}
 	var others []pack.Blob
 	err = r.Each(func(b pack.Blob) error {
@@ -399,7 +400,8 @@ func (v *verification) judge(ctx context.Context, x *subject) error {
 			}
 		}
 	}
-	if err != nil && !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrState) && !errors.Is(err, fault.ErrNotFound) && !unreadable(err) {
+	if err != nil && !errors.Is(err, fault.ErrCorrupt) && !errors.Is(err, fault.ErrState) &&
+		!errors.Is(err, fault.ErrNotFound) && !unreadable(err) {
 		return err
 	}
 	mark := ""
@@ -412,7 +414,8 @@ func (v *verification) judge(ctx context.Context, x *subject) error {
 		return nil
 	}
 	return v.s.write(ctx, "mark a checkpoint", func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET damaged = ? WHERE id = ? AND status = 'ready'", mark, x.c.ID)
+		_, err := tx.ExecContext(ctx,
+			"UPDATE checkpoints SET damaged = ? WHERE id = ? AND status = 'ready'", mark, x.c.ID)
 		return err
 	})
 }
@@ -426,7 +429,8 @@ func (v *verification) shun(ctx context.Context) error {
 	err := v.s.write(ctx, "mark pieces", func(tx *sql.Tx) error {
 		for i := range v.why {
 			x := &v.v.cat.slots[i]
-			_, err := tx.ExecContext(ctx, "UPDATE blobs SET bad = 1 WHERE id = ? AND off = ? AND stored = ?", v.v.cat.ids[i][:], x.off, x.stored)
+			_, err := tx.ExecContext(ctx, "UPDATE blobs SET bad = 1 WHERE id = ? AND off = ? AND stored = ?",
+				v.v.cat.ids[i][:], x.off, x.stored)
 			if err != nil {
 				return err
 			}

@@ -32,7 +32,8 @@ func TestFlips(t *testing.T) {
 	}
 	gone := taken(t, s, of(b, "gone", KindFiles), sample(9, 3000))
 	must(t, s.RemoveCheckpoint(ctx, gone.ID))
-	if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); rep.Checkpoints != 3 || len(rep.Damaged)+len(rep.Notes) > 0 {
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); rep.Checkpoints != 3 ||
+		len(rep.Damaged)+len(rep.Notes) > 0 {
 		t.Fatalf("%+v", rep)
 	}
 	hurts := map[string][]string{} // chunk -> names of checkpoints
@@ -120,12 +121,14 @@ func TestVerifyNamesPaths(t *testing.T) {
 	path := pack.Path(s.packsDir(), must1(s.packRow(ctx, at.pack)).name)
 	restore := flip(t, path, at.blob.Off+3)
 	// Without reading, a flipped bit in data is not found.
-	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) > 0 || rep.Checkpoints != 3 || rep.Chunks == 0 || rep.Bytes == 0 {
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) > 0 || rep.Checkpoints != 3 ||
+		rep.Chunks == 0 || rep.Bytes == 0 {
 		t.Errorf("%+v", rep)
 	}
 	var done, total int64
 	rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true, Progress: func(d, n int64) { done, total = d, n }}))
-	if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != list[2].ID || len(rep.Damaged[0].What) != 1 || !strings.HasPrefix(rep.Damaged[0].What[0], "small: ") {
+	if len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != list[2].ID || len(rep.Damaged[0].What) != 1 ||
+		!strings.HasPrefix(rep.Damaged[0].What[0], "small: ") {
 		t.Fatalf("%+v", rep)
 	}
 	if done != total || done != rep.Bytes {
@@ -135,7 +138,9 @@ func TestVerifyNamesPaths(t *testing.T) {
 	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) != 1 {
 		t.Errorf("a look without the data took the mark away: %+v", rep)
 	}
-	if rep := must1(s.VerifyAll(ctx, VerifyOptions{IDs: []string{list[0].ID}, ReadData: true})); len(rep.Damaged) != 0 || rep.Checkpoints != 1 {
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{
+		IDs: []string{list[0].ID}, ReadData: true,
+	})); len(rep.Damaged) != 0 || rep.Checkpoints != 1 {
 		t.Errorf("%+v", rep)
 	}
 	if c := must1(s.Checkpoint(ctx, list[2].ID)); !strings.HasPrefix(c.Damaged, "small: ") {
@@ -160,7 +165,8 @@ func TestVerifyNamesPaths(t *testing.T) {
 	must(t, os.Rename(path+".away", path))
 	// A footer counts against its checkpoints until the data is read.
 	restore = flip(t, path, must1(os.Stat(path)).Size()-20)
-	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) != 1 || rep.Damaged[0].Checkpoint.ID != list[2].ID {
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) != 1 ||
+		rep.Damaged[0].Checkpoint.ID != list[2].ID {
 		t.Errorf("%+v", rep)
 	}
 	if rep := must1(s.VerifyAll(ctx, VerifyOptions{ReadData: true})); len(rep.Damaged) != 0 || len(rep.Notes) != 1 {
@@ -172,7 +178,8 @@ func TestVerifyNamesPaths(t *testing.T) {
 	// A chunk that left the index.
 	_, err = s.db.Exec("DELETE FROM blobs WHERE id = ?", at.blob.ID[:])
 	must(t, err)
-	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) != 1 || !strings.HasPrefix(rep.Damaged[0].What[0], "small: ") {
+	if rep := must1(s.VerifyAll(ctx, VerifyOptions{})); len(rep.Damaged) != 1 ||
+		!strings.HasPrefix(rep.Damaged[0].What[0], "small: ") {
 		t.Errorf("%+v", rep)
 	}
 }
@@ -185,7 +192,8 @@ func TestReindex(t *testing.T) {
 	must(t, s.Pin(ctx, list[1].ID, true))
 	must(t, s.Tag(ctx, list[1].ID, "v1"))
 	before := rowsOf(t, s)
-	if did := must1(s.Reindex(ctx)); did.Packs != 3 || did.Chunks != int64(len(before)) || did.Checkpoints != 0 || len(did.Notes) != 0 {
+	if did := must1(s.Reindex(ctx)); did.Packs != 3 || did.Chunks != int64(len(before)) ||
+		did.Checkpoints != 0 || len(did.Notes) != 0 {
 		t.Errorf("%+v", did)
 	}
 	if !maps.Equal(before, rowsOf(t, s)) {
@@ -251,7 +259,8 @@ func TestReindex(t *testing.T) {
 	}
 	restore()
 	must(t, os.Rename(paths[0], paths[0]+".away"))
-	if did := must1(s.Reindex(ctx)); len(did.Notes) != 1 || did.Packs != 2 || !strings.Contains(did.Notes[0], filepath.Base(paths[0])) {
+	if did := must1(s.Reindex(ctx)); len(did.Notes) != 1 || did.Packs != 2 ||
+		!strings.Contains(did.Notes[0], filepath.Base(paths[0])) {
 		t.Errorf("%+v", did)
 	}
 	must(t, os.Rename(paths[0]+".away", paths[0]))
@@ -271,7 +280,9 @@ func TestTags(t *testing.T) {
 	must(t, s.Tag(ctx, list[0].ID, "best"))
 	must(t, s.Tag(ctx, elsewhere.ID, "good"))
 	must(t, s.Tag(ctx, list[1].ID, "good")) // moves
-	for ref, want := range map[string]string{"box@good": list[1].ID, "box@best": list[0].ID, "other@good": elsewhere.ID} {
+	for ref, want := range map[string]string{
+		"box@good": list[1].ID, "box@best": list[0].ID, "other@good": elsewhere.ID,
+	} {
 		if c := must1(s.Checkpoint(ctx, ref)); c.ID != want {
 			t.Errorf("%s is %s", ref, c.Name)
 		}

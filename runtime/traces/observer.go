@@ -18,7 +18,8 @@ import (
 
 // Names of attributes.
 const (
-	attrRef     = attribute.Key("agentbox.ref") // the sandbox, checkpoint or image as the caller named it, if that is the form of a name
+	// the sandbox, checkpoint or image as the caller named it, if that is the form of a name
+	attrRef     = attribute.Key("agentbox.ref")
 	attrID      = attribute.Key("agentbox.sandbox.id")
 	attrName    = attribute.Key("agentbox.sandbox.name")
 	attrBackend = attribute.Key("agentbox.backend")
@@ -84,7 +85,9 @@ func (t *Traces) Observer(by string) runtime.Observer {
 
 // own gives what an Engine does by itself a span: the root of a trace of its own or, for a step
 // of a verb, part of that verb's trace. A repeated failure that equals the last one has none.
-func (t *Traces) own(ctx context.Context, tries *audit.Tries, by string, op *runtime.Op, do func(context.Context) error) error {
+func (t *Traces) own(
+	ctx context.Context, tries *audit.Tries, by string, op *runtime.Op, do func(context.Context) error,
+) error {
 	began := time.Now()
 	err := do(ctx)
 	if tries.FailedBefore(ctx, op, err) {
@@ -130,7 +133,9 @@ func came(span trace.Span, op *runtime.Op, err error) {
 			ids = append(ids, f.Sandbox.ID)
 		}
 		if len(out) > 0 {
-			span.SetAttributes(attrForks.StringSlice(ids), attrCount.Int(len(out)), attrCheckpoint.String(out[0].Checkpoint.ID), attrKind.String(out[0].Checkpoint.Kind), attrBackend.String(out[0].Sandbox.Backend))
+			span.SetAttributes(attrForks.StringSlice(ids), attrCount.Int(len(out)),
+				attrCheckpoint.String(out[0].Checkpoint.ID), attrKind.String(out[0].Checkpoint.Kind),
+				attrBackend.String(out[0].Sandbox.Backend))
 		}
 	case runtime.RemovedCheckpoints:
 		span.SetAttributes(attrCount.Int(len(out.Removed)))
@@ -161,7 +166,8 @@ func restored(span trace.Span, out runtime.Restored, err error) {
 	taken(span, out.Checkpoint)
 	boxed(span, out.Sandbox)
 	if err == nil && out.Checkpoint.ID != "" {
-		span.SetAttributes(attrDown.Float64(ms(out.Down)), attrFiles.Float64(ms(out.Files)), attrUndo.String(out.Undo), attrChanged.Int(out.Changed), attrStrategy.String(out.Strategy))
+		span.SetAttributes(attrDown.Float64(ms(out.Down)), attrFiles.Float64(ms(out.Files)), attrUndo.String(out.Undo),
+			attrChanged.Int(out.Changed), attrStrategy.String(out.Strategy))
 	}
 }
 

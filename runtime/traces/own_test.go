@@ -34,13 +34,18 @@ func TestOwn(t *testing.T) {
 		}
 	}
 	nothing := func(context.Context) error { return nil }
-	must(observe(ctx, runtime.ByItself("prune", about, runtime.Own{Why: "retention of policy p", Made: []string{"1", "2"}, Past: true}), nothing))
+	must(observe(ctx, runtime.ByItself("prune", about, runtime.Own{
+		Why: "retention of policy p", Made: []string{"1", "2"}, Past: true,
+	}), nothing))
 	restore := runtime.ByItself("restore", about, runtime.Own{By: runtime.ByWatch, Why: "restart policy always"})
 	must(observe(ctx, restore, func(context.Context) error {
-		restore.Result = runtime.Restored{Checkpoint: runtime.Checkpoint{ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name}, Changed: 3}
+		restore.Result = runtime.Restored{Checkpoint: runtime.Checkpoint{
+			ID: "c1", Sandbox: about.Sandbox, SandboxName: about.Name,
+		}, Changed: 3}
 		return nil
 	}))
-	must(observe(t.Context(), runtime.ByItself("recover", about, runtime.Own{Why: "found: gone", Did: []string{"freed it"}, Past: true, Alone: true}), nothing))
+	must(observe(t.Context(), runtime.ByItself("recover", about,
+		runtime.Own{Why: "found: gone", Did: []string{"freed it"}, Past: true, Alone: true}), nothing))
 	end(0, "")
 	tr.Close()
 
@@ -50,14 +55,17 @@ func TestOwn(t *testing.T) {
 		if s.Name == verb.Name {
 			continue
 		}
-		if s.Attrs["agentbox.sandbox.id"] != about.Sandbox || s.Attrs["agentbox.sandbox.name"] != about.Name || s.Attrs["agentbox.why"] == "" || s.Attrs["agentbox.by"] == nil {
+		if s.Attrs["agentbox.sandbox.id"] != about.Sandbox || s.Attrs["agentbox.sandbox.name"] != about.Name ||
+			s.Attrs["agentbox.why"] == "" || s.Attrs["agentbox.by"] == nil {
 			t.Errorf("%+v", s)
 		}
-		if of := s.Trace == verb.Trace; of != (s.Name == "agentbox.prune") || of != (s.Parent == verb.ID) || !of && s.Parent != "" {
+		if of := s.Trace == verb.Trace; of != (s.Name == "agentbox.prune") || of != (s.Parent == verb.ID) ||
+			!of && s.Parent != "" {
 			t.Errorf("it is part of another trace: %+v", s)
 		}
 		if s.Name == "agentbox.rm" {
-			removals = append(removals, fmt.Sprint(s.Error, s.Attrs["error.type"], s.Attrs["agentbox.by"], s.Attrs["agentbox.why"]))
+			removals = append(removals, fmt.Sprint(s.Error, s.Attrs["error.type"], s.Attrs["agentbox.by"],
+				s.Attrs["agentbox.why"]))
 		}
 	}
 	if want := fmt.Sprintf("[busybusykeeper%[1]s <nil>keeper%[1]s]", why); fmt.Sprint(removals) != want {
@@ -66,7 +74,8 @@ func TestOwn(t *testing.T) {
 	if s := c.One(t, "agentbox.prune"); s.Attrs["agentbox.by"] != "service" || s.Attrs["agentbox.count"] != int64(2) {
 		t.Errorf("%+v", s)
 	}
-	if s := c.One(t, "agentbox.restore"); s.Attrs["agentbox.checkpoint.id"] != "c1" || s.Attrs["agentbox.restore.changed"] != int64(3) {
+	if s := c.One(t, "agentbox.restore"); s.Attrs["agentbox.checkpoint.id"] != "c1" ||
+		s.Attrs["agentbox.restore.changed"] != int64(3) {
 		t.Errorf("%+v", s)
 	}
 	if c.One(t, "agentbox.recover"); c.Contains("freed it") {

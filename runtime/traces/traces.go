@@ -65,21 +65,25 @@ func wanted() (bool, error) {
 	endpoint := variable(prefix+"TRACES_ENDPOINT", prefix+"ENDPOINT")
 	exporter := variable(exporterVar)
 	switch {
-	case strings.EqualFold(os.Getenv("OTEL_SDK_DISABLED"), "true"), exporter == "none", exporter == "" && endpoint == "":
+	case strings.EqualFold(os.Getenv("OTEL_SDK_DISABLED"), "true"), exporter == "none",
+		exporter == "" && endpoint == "":
 		return false, nil
 	case exporter != "" && exporter != "otlp":
-		return false, &fault.Error{Op: "traces", Err: fmt.Errorf("%s=%.64q: %w", exporterVar, exporter, fault.ErrUnsupported), Hint: "otlp and none are."}
+		return false, &fault.Error{Op: "traces", Err: fmt.Errorf("%s=%.64q: %w", exporterVar, exporter,
+			fault.ErrUnsupported), Hint: "otlp and none are."}
 	}
 	if p := variable(prefix+"TRACES_PROTOCOL", prefix+"PROTOCOL"); p != "" && p != "http/protobuf" && p != "http/json" {
 		return false, &fault.Error{Op: "traces", Err: fmt.Errorf("OTLP by %.64q: %w", p, fault.ErrUnsupported),
-			Hint: "Set " + prefix + "TRACES_PROTOCOL=http/protobuf and " + prefix + "TRACES_ENDPOINT, or " + exporterVar + "=none."}
+			Hint: "Set " + prefix + "TRACES_PROTOCOL=http/protobuf and " + prefix + "TRACES_ENDPOINT, or " +
+				exporterVar + "=none."}
 	}
 	if endpoint == "" {
 		return true, nil // it is what the exporter takes: http://localhost:4318
 	}
 	u, err := url.Parse(endpoint)
 	if err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https" {
-		return false, &fault.Error{Op: "traces", Err: fmt.Errorf("%sENDPOINT or %sTRACES_ENDPOINT: %w", prefix, prefix, fault.ErrInvalid), Hint: "Write http://HOST:PORT or https://HOST:PORT."}
+		return false, &fault.Error{Op: "traces", Err: fmt.Errorf("%sENDPOINT or %sTRACES_ENDPOINT: %w", prefix, prefix,
+			fault.ErrInvalid), Hint: "Write http://HOST:PORT or https://HOST:PORT."}
 	}
 	return true, nil
 }
@@ -106,7 +110,8 @@ func Open(o Options) (*Traces, error) {
 	}
 	host, _ := os.Hostname() // a host without a name has none
 	about, err := resource.New(ctx, resource.WithTelemetrySDK(), resource.WithAttributes(
-		attribute.String("service.name", "agentbox"), attribute.String("service.version", cmp.Or(o.Version, "dev")), attribute.String("host.name", host)), resource.WithFromEnv())
+		attribute.String("service.name", "agentbox"), attribute.String("service.version", cmp.Or(o.Version, "dev")),
+		attribute.String("host.name", host)), resource.WithFromEnv())
 	if err != nil {
 		odd(err)
 	}
@@ -152,7 +157,9 @@ func Parent(ctx context.Context) context.Context {
 	if parent == "" {
 		return ctx
 	}
-	return propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{"traceparent": parent, "tracestate": os.Getenv("TRACESTATE")})
+	return propagation.TraceContext{}.Extract(ctx, propagation.MapCarrier{
+		"traceparent": parent, "tracestate": os.Getenv("TRACESTATE"),
+	})
 }
 
 // Command begins the span of a command line, "agentbox restore". A span that is not

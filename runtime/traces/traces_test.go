@@ -50,7 +50,11 @@ func (tr *Traces) newEngine(t testing.TB) *engine.Engine {
 // environment sets the variables, and no others of OpenTelemetry.
 func environment(t *testing.T, pairs ...string) {
 	t.Helper()
-	for _, name := range []string{"OTEL_SDK_DISABLED", exporterVar, prefix + "ENDPOINT", prefix + "TRACES_ENDPOINT", prefix + "PROTOCOL", prefix + "TRACES_PROTOCOL", prefix + "HEADERS", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER", "TRACEPARENT"} {
+	for _, name := range []string{
+		"OTEL_SDK_DISABLED", exporterVar, prefix + "ENDPOINT", prefix + "TRACES_ENDPOINT", prefix + "PROTOCOL",
+		prefix + "TRACES_PROTOCOL", prefix + "HEADERS", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES",
+		"OTEL_TRACES_SAMPLER", "TRACEPARENT",
+	} {
 		t.Setenv(name, "")
 	}
 	for _, p := range pairs {
@@ -139,7 +143,9 @@ func call(t *testing.T, svc runtime.Local, ctx context.Context, m reflect.Method
 		case in == reflect.TypeFor[time.Duration]():
 			args = append(args, reflect.ValueOf(time.Hour))
 		case in.Kind() == reflect.Func:
-			args = append(args, reflect.MakeFunc(in, func([]reflect.Value) []reflect.Value { return []reflect.Value{reflect.Zero(in.Out(0))} }))
+			args = append(args, reflect.MakeFunc(in, func([]reflect.Value) []reflect.Value {
+				return []reflect.Value{reflect.Zero(in.Out(0))}
+			}))
 		case in.Kind() == reflect.String:
 			args = append(args, reflect.ValueOf(text))
 		default:
@@ -155,7 +161,8 @@ func call(t *testing.T, svc runtime.Local, ctx context.Context, m reflect.Method
 // where there is a trace that it is part of.
 func TestEveryVerb(t *testing.T) {
 	c := tracestest.New(t)
-	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=authorization=Bearer%20token-12345", "OTEL_SERVICE_NAME=box", "OTEL_RESOURCE_ATTRIBUTES=team=core,deployment.environment=test")
+	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=authorization=Bearer%20token-12345",
+		"OTEL_SERVICE_NAME=box", "OTEL_RESOURCE_ATTRIBUTES=team=core,deployment.environment=test")
 	tr := opened(t, Options{Version: "v9"})
 	svc := tr.newEngine(t)
 	ctx, end := tr.Command(t.Context(), "agentbox test")
@@ -187,8 +194,10 @@ func TestEveryVerb(t *testing.T) {
 		if code == "ok" {
 			code = ""
 		}
-		if s.Trace != root.Trace || s.Parent != root.ID || s.Error != code || !strings.HasPrefix(s.Name, "agentbox.") || strings.Contains(s.Name, " ") ||
-			s.Resource["service.name"] != "box" || s.Resource["service.version"] != "v9" || s.Resource["team"] != "core" {
+		if s.Trace != root.Trace || s.Parent != root.ID || s.Error != code || !strings.HasPrefix(s.Name, "agentbox.") ||
+			strings.Contains(s.Name, " ") ||
+			s.Resource["service.name"] != "box" || s.Resource["service.version"] != "v9" ||
+			s.Resource["team"] != "core" {
 			t.Errorf("%s ends with %v: %+v", m.method, m.err, s)
 		}
 		if code != "" && s.Attrs["error.type"] != code {
@@ -233,14 +242,19 @@ func TestNoSecrets(t *testing.T) {
 	secret := "hunter" + "2"
 	env := []string{"P=" + secret}
 	_, _ = svc.Exec(t.Context(), "c", runtime.Process{Args: []string{"login", secret}, Env: env}, runtime.Streams{})
-	_, _ = svc.Create(t.Context(), runtime.CreateRequest{Spec: runtime.Spec{Image: "i", Args: []string{secret}, Env: env, Labels: map[string]string{"l": secret}}})
+	_, _ = svc.Create(t.Context(), runtime.CreateRequest{Spec: runtime.Spec{
+		Image: "i", Args: []string{secret}, Env: env, Labels: map[string]string{"l": secret},
+	}})
 	_, _ = svc.AddEffect(t.Context(), "c", runtime.EffectRequest{Command: []string{"undo", secret}})
 	_ = svc.CopyTo(t.Context(), "c", "/x", strings.NewReader(secret))
-	_, _ = svc.Restore(t.Context(), "c", runtime.RestoreOptions{AlertSecret: "/" + secret, Alert: "https://u:" + secret + "@h/"})
+	_, _ = svc.Restore(t.Context(), "c", runtime.RestoreOptions{
+		AlertSecret: "/" + secret, Alert: "https://u:" + secret + "@h/",
+	})
 	_ = svc.TagCheckpoint(t.Context(), strings.Repeat("x", 10_000), "t")
 	_ = svc.Pause(t.Context(), "not \xff UTF-8")
 	tr.Close()
-	if n := len(c.Spans()); n != 7 || c.Contains(secret) || c.Contains("login") || c.Contains(strings.Repeat("x", 300)) {
+	if n := len(c.Spans()); n != 7 || c.Contains(secret) || c.Contains("login") ||
+		c.Contains(strings.Repeat("x", 300)) {
 		t.Errorf("%d spans: %+v", n, c.Spans())
 	}
 }
@@ -268,7 +282,8 @@ func TestSampling(t *testing.T) {
 			if len(list) != c.want {
 				t.Fatalf("%+v", list)
 			}
-			if strings.HasSuffix(c.env[0], "-01") && (list[0].Trace != "0af7651916cd43dd8448eb211c80319c" || list[0].Parent != "b7ad6b7169203331") {
+			if strings.HasSuffix(c.env[0], "-01") && (list[0].Trace != "0af7651916cd43dd8448eb211c80319c" ||
+				list[0].Parent != "b7ad6b7169203331") {
 				t.Errorf("%+v", list[0])
 			}
 		})
@@ -298,7 +313,10 @@ func TestNoCollector(t *testing.T) {
 		http.Error(w, "bad key "+r.Header.Get("X-Key"), http.StatusUnauthorized)
 	}))
 	defer refuses.Close()
-	for name, at := range map[string]string{"gone": "http://" + closed.Addr().String(), "silent": "http://" + silent.Addr().String(), "refuses": refuses.URL} {
+	for name, at := range map[string]string{
+		"gone": "http://" + closed.Addr().String(), "silent": "http://" + silent.Addr().String(),
+		"refuses": refuses.URL,
+	} {
 		for _, lasting := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, " lasting=", lasting), func(t *testing.T) {
 				environment(t, prefix+"ENDPOINT="+at, prefix+"HEADERS=x-key=swordfish-1")
@@ -318,7 +336,8 @@ func TestNoCollector(t *testing.T) {
 				}
 				t.Logf("5000 verbs in %v", closing.Sub(began))
 				text := log.String()
-				if strings.Count(text, "traces not sent") != 1 || strings.Count(text, "\n") != 1 || strings.Contains(text, "swordfish") {
+				if strings.Count(text, "traces not sent") != 1 || strings.Count(text, "\n") != 1 ||
+					strings.Contains(text, "swordfish") {
 					t.Errorf("the log: %s", text)
 				}
 				if name == "refuses" && !strings.Contains(text, "bad key ***") {
@@ -337,7 +356,8 @@ func (nothing) ExportSpans(context.Context, []sdk.ReadOnlySpan) error { return n
 // Variables that make no sense are told, without what is in headers; the others hold.
 func TestOddVariables(t *testing.T) {
 	c := tracestest.New(t)
-	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=Bearer swordfish,x%zz=swordfish,y=sword%zzfish", prefix+"TIMEOUT=soon", "OTEL_TRACES_SAMPLER=swirl", "OTEL_RESOURCE_ATTRIBUTES=team")
+	environment(t, prefix+"ENDPOINT="+c.URL, prefix+"HEADERS=Bearer swordfish,x%zz=swordfish,y=sword%zzfish",
+		prefix+"TIMEOUT=soon", "OTEL_TRACES_SAMPLER=swirl", "OTEL_RESOURCE_ATTRIBUTES=team")
 	log := logged(t)
 	tr := opened(t, Options{})
 	_, end := tr.Command(t.Context(), "agentbox test")
@@ -364,7 +384,8 @@ func TestSaidOnce(t *testing.T) {
 		t.Error(text)
 	}
 	s.SpanExporter = nothing{}
-	if err := s.ExportSpans(t.Context(), nil); err != nil || s.failing || !strings.Contains(log.String(), "sent again") {
+	if err := s.ExportSpans(t.Context(), nil); err != nil || s.failing ||
+		!strings.Contains(log.String(), "sent again") {
 		t.Error(err, log)
 	}
 }
@@ -390,7 +411,9 @@ func TestRedirects(t *testing.T) {
 				env := []string{prefix + "ENDPOINT=" + first.URL, prefix + "HEADERS=x-api-key=swordfish-1"}
 				if scheme == "https" {
 					file := filepath.Join(t.TempDir(), "ca.pem")
-					if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: first.Certificate().Raw}), 0o600); err != nil {
+					if err := os.WriteFile(file, pem.EncodeToMemory(&pem.Block{
+						Type: "CERTIFICATE", Bytes: first.Certificate().Raw,
+					}), 0o600); err != nil {
 						t.Fatal(err)
 					}
 					env = append(env, prefix+"CERTIFICATE="+file)
@@ -401,7 +424,8 @@ func TestRedirects(t *testing.T) {
 				_, end := tr.Command(t.Context(), "agentbox test")
 				end(0, "")
 				tr.Close()
-				if text := log.String(); asked.Load() != 1 || elsewhere.Load() != 0 || strings.Count(text, "\n") != 1 || !strings.Contains(text, "redirects, which is not followed") || strings.Contains(text, "swordfish") {
+				if text := log.String(); asked.Load() != 1 || elsewhere.Load() != 0 || strings.Count(text, "\n") != 1 ||
+					!strings.Contains(text, "redirects, which is not followed") || strings.Contains(text, "swordfish") {
 					t.Errorf("%d asked, %d elsewhere: %s", asked.Load(), elsewhere.Load(), text)
 				}
 			})
@@ -451,7 +475,9 @@ func TestRefs(t *testing.T) {
 			_ = call(t, svc, ctx, m, "https://user:PASSW0RD@host/x")
 		}
 	}
-	_, _ = svc.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{Name: "PASSW0RD@h", Image: "https://user:PASSW0RD@host/x"}})
+	_, _ = svc.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+		Name: "PASSW0RD@h", Image: "https://user:PASSW0RD@host/x",
+	}})
 	_, _ = svc.CreateLease(ctx, runtime.LeaseRequest{Name: "https://user:PASSW0RD@host/x"})
 	end(0, "")
 	tr.Close()
@@ -476,7 +502,10 @@ func BenchmarkVerb(b *testing.B) {
 				defer tr.Close()
 			}
 			svc := tr.newEngine(b)
-			ctx := trace.ContextWithSpanContext(b.Context(), trace.NewSpanContext(trace.SpanContextConfig{TraceID: trace.TraceID{1}, SpanID: trace.SpanID{1}, TraceFlags: trace.FlagsSampled}))
+			ctx := trace.ContextWithSpanContext(b.Context(),
+				trace.NewSpanContext(trace.SpanContextConfig{
+					TraceID: trace.TraceID{1}, SpanID: trace.SpanID{1}, TraceFlags: trace.FlagsSampled,
+				}))
 			for b.Loop() {
 				_, _ = svc.Sandbox(ctx, "c")
 			}

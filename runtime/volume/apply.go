@@ -106,9 +106,13 @@ func (b Backend) Apply(ctx context.Context, id string, opts runtime.ApplyOptions
 		return out, err
 	}
 	defer unlock()
-	out = runtime.Applied{Original: rec.From, DryRun: opts.DryRun, Undone: opts.Undo, Changes: []runtime.Change{}, Conflicts: []string{}, Refused: []runtime.Refusal{}}
+	out = runtime.Applied{
+		Original: rec.From, DryRun: opts.DryRun, Undone: opts.Undo, Changes: []runtime.Change{}, Conflicts: []string{},
+		Refused: []runtime.Refusal{},
+	}
 	if rec.From == "" {
-		return out, fmt.Errorf("volume %s: %w: it lies over no directory that could take its changes", rec.Name, fault.ErrUnsupported)
+		return out, fmt.Errorf("volume %s: %w: it lies over no directory that could take its changes",
+			rec.Name, fault.ErrUnsupported)
 	}
 	if !opts.DryRun {
 		if err := b.idle(ctx, rec); err != nil {
@@ -146,7 +150,8 @@ func (b Backend) Apply(ctx context.Context, id string, opts runtime.ApplyOptions
 		return out, err
 	}
 	if n := len(out.Conflicts); n > 0 && !opts.Force {
-		return out, &fault.Error{Err: fmt.Errorf("%w: changed in %s since the volume changed it: %s", fault.ErrState, rec.From, strings.Join(clip(out.Conflicts, 10), ", ")),
+		return out, &fault.Error{Err: fmt.Errorf("%w: changed in %s since the volume changed it: %s", fault.ErrState,
+			rec.From, strings.Join(clip(out.Conflicts, 10), ", ")),
 			Hint: "Look at both, then apply with --force to have the volume's."}
 	}
 	return out, t.apply(ctx, upper)
@@ -162,10 +167,11 @@ func clip(list []string, n int) []string {
 // changesSince lists what a user of the volume finds different from the original.
 func changesSince(ctx context.Context, from, upper string) ([]runtime.Change, error) {
 	list := []runtime.Change{}
-	err := overlay.Diff(ctx, overlay.Side{}, overlay.Side{Dir: upper}, overlay.DiffOptions{Lower: []string{from}}, func(c overlay.Change) error {
-		list = append(list, changes.Of(c))
-		return nil
-	})
+	err := overlay.Diff(ctx, overlay.Side{}, overlay.Side{Dir: upper}, overlay.DiffOptions{Lower: []string{from}},
+		func(c overlay.Change) error {
+			list = append(list, changes.Of(c))
+			return nil
+		})
 	return list, err
 }
 
@@ -178,7 +184,10 @@ func (t *txn) apply(ctx context.Context, upper *root) (err error) {
 	if err := os.Mkdir(t.path(), 0o700); err != nil {
 		return err
 	}
-	t.head = header{Version: version, Began: time.Now().UTC(), Original: t.rec.From, Dev: t.from.dev, Ino: t.from.ino, Upper: upper.ino}
+	t.head = header{
+		Version: version, Began: time.Now().UTC(), Original: t.rec.From, Dev: t.from.dev,
+		Ino: t.from.ino, Upper: upper.ino,
+	}
 	if t.head.Root, err = attrsOf(t.from); err != nil {
 		return err
 	}

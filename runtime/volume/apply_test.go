@@ -47,7 +47,8 @@ func (s step) do(root string) {
 	case 0, 1, 2:
 		_ = os.MkdirAll(filepath.Dir(p), 0o755)
 		// Not into a FIFO, which would wait for a reader.
-		if f, err := os.OpenFile(p, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NONBLOCK|unix.O_NOFOLLOW, os.FileMode(0o600+s.N%0o200)); err == nil {
+		if f, err := os.OpenFile(p, os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NONBLOCK|unix.O_NOFOLLOW,
+			os.FileMode(0o600+s.N%0o200)); err == nil {
 			_, _ = f.WriteString(s.Content)
 			_ = f.Close()
 		}
@@ -67,7 +68,9 @@ func (s step) do(root string) {
 		_ = unix.Chmod(p, uint32(s.N)&0o7777)
 	case 11:
 		t := time.Unix(int64(s.N)*7919, int64(s.N)*104729%1e9)
-		_ = unix.UtimesNanoAt(unix.AT_FDCWD, p, []unix.Timespec{unix.NsecToTimespec(t.UnixNano()), unix.NsecToTimespec(t.UnixNano())}, unix.AT_SYMLINK_NOFOLLOW)
+		_ = unix.UtimesNanoAt(unix.AT_FDCWD, p, []unix.Timespec{
+			unix.NsecToTimespec(t.UnixNano()), unix.NsecToTimespec(t.UnixNano()),
+		}, unix.AT_SYMLINK_NOFOLLOW)
 	case 12:
 		_ = unix.Lsetxattr(p, []string{"user.k", "trusted.k", "security.k"}[s.N%3], []byte(s.Content), 0)
 	case 13:
@@ -96,7 +99,8 @@ func removeAll(p string) {
 func steps(t *rapid.T, name string, n int) []step {
 	one := rapid.Custom(func(t *rapid.T) step {
 		return step{
-			What: rapid.IntRange(0, 15).Draw(t, "what"), A: rapid.IntRange(0, 215).Draw(t, "a"), B: rapid.IntRange(0, 215).Draw(t, "b"),
+			What: rapid.IntRange(0, 15).Draw(t, "what"), A: rapid.IntRange(0, 215).Draw(t, "a"),
+			B: rapid.IntRange(0, 215).Draw(t, "b"),
 			N: rapid.IntRange(0, 1<<20).Draw(t, "n"), Content: rapid.StringN(1, 20, 60).Draw(t, "content"),
 		}
 	})
@@ -135,7 +139,8 @@ func TestApplyIsTheMergedView(t *testing.T) {
 				equalLook(t, "the original after a dry run", old, look(t, b.from))
 				var allow []string
 				if len(dry.Refused) > 0 {
-					if _, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Owners: true}); !errors.Is(err, fault.ErrDenied) {
+					if _, err := b.Apply(ctx, "ws",
+						runtime.ApplyOptions{Owners: true}); !errors.Is(err, fault.ErrDenied) {
 						t.Fatalf("apply of %+v: %v", dry.Refused, err)
 					}
 					equalLook(t, "the original after a refused apply", old, look(t, b.from))
@@ -325,7 +330,8 @@ func TestApplyRefuses(t *testing.T) {
 		must(t, os.WriteFile(b.from+"/lone", []byte("by somebody else"), 0o644))
 		old := look(t, b.from)
 		_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{})
-		if !errors.Is(err, fault.ErrState) || !strings.Contains(err.Error(), "/mod/file") || !strings.Contains(err.Error(), "/lone") {
+		if !errors.Is(err, fault.ErrState) || !strings.Contains(err.Error(), "/mod/file") ||
+			!strings.Contains(err.Error(), "/lone") {
 			t.Errorf("apply over others' changes: %v", err)
 		}
 		equalLook(t, "original", old, look(t, b.from))
@@ -357,7 +363,9 @@ func TestApplyRefuses(t *testing.T) {
 		}
 		equalLook(t, "original", now, look(t, b.from))
 		must(t, b.With(ctx, "ws", func(p string) error { return os.WriteFile(p+"/new", nil, 0o644) }))
-		if _, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Undo: true, Force: true}); !errors.Is(err, fault.ErrState) {
+		if _, err := b.Apply(ctx, "ws", runtime.ApplyOptions{
+			Undo: true, Force: true,
+		}); !errors.Is(err, fault.ErrState) {
 			t.Errorf("undo over a change in the volume: %v", err)
 		}
 	})
@@ -382,7 +390,9 @@ func TestApplyOwners(t *testing.T) {
 	must(t, os.Mkdir(b.from+"/web", 0o755))
 	must(t, os.WriteFile(b.from+"/main.go", []byte("old"), 0o644))
 	must(t, os.WriteFile(b.from+"/chowned", []byte("same"), 0o644))
-	for p, owner := range map[string][2]int{"": {1000, 100}, "/web": {33, 34}, "/main.go": {1000, 1001}, "/chowned": {1000, 100}} {
+	for p, owner := range map[string][2]int{
+		"": {1000, 100}, "/web": {33, 34}, "/main.go": {1000, 1001}, "/chowned": {1000, 100},
+	} {
 		must(t, os.Chown(b.from+p, owner[0], owner[1]))
 	}
 	b.create(t)
@@ -399,13 +409,17 @@ func TestApplyOwners(t *testing.T) {
 	}))
 	out, err := b.Apply(ctx, "ws", runtime.ApplyOptions{DryRun: true})
 	must(t, err)
-	want := map[string]string{".": "1000:100", "main.go": "1000:1001", "chowned": "1000:100", "web": "33:34", "web/page": "33:34", "new": "1000:100", "new/deep": "1000:100", "new/deep/f": "1000:100", "new/deep/l": "1000:100"}
+	want := map[string]string{
+		".": "1000:100", "main.go": "1000:1001", "chowned": "1000:100", "web": "33:34", "web/page": "33:34",
+		"new": "1000:100", "new/deep": "1000:100", "new/deep/f": "1000:100", "new/deep/l": "1000:100",
+	}
 	for _, c := range out.Changes {
 		if c.Path == "/chowned" {
 			t.Errorf("listed, though nothing of it changes: %+v", c)
 		}
 		if c.New != nil {
-			if got := fmt.Sprintf("%d:%d", c.New.UID, c.New.GID); got != want[strings.TrimPrefix(c.Path, "/")] && c.Path != "/" {
+			if got := fmt.Sprintf("%d:%d", c.New.UID, c.New.GID); got != want[strings.TrimPrefix(c.Path,
+				"/")] && c.Path != "/" {
 				t.Errorf("the dry run has %s owned by %s", c.Path, got)
 			}
 		}
@@ -463,19 +477,26 @@ func TestApplyPrivileged(t *testing.T) {
 		t.Errorf("refused: %s; want %s", got, want)
 	}
 	_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Force: true})
-	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "/disk: it is a device (block 8:0)") || !strings.Contains(err.Error(), "mode 4755") {
+	if !errors.Is(err, fault.ErrDenied) || !strings.Contains(err.Error(), "/disk: it is a device (block 8:0)") ||
+		!strings.Contains(err.Error(), "mode 4755") {
 		t.Errorf("apply: %v", err)
 	}
 	equalLook(t, "the original after a refused apply", old, look(t, b.from))
-	must(t, b.With(ctx, "ws", func(p string) error { return errors.Join(os.Remove(p+"/disk"), os.Remove(p+"/d/null")) }))
-	out, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Allow: []string{"/suid", "caps", "/had", "/d/in/../in/suid"}, DryRun: true})
+	must(t, b.With(ctx, "ws", func(p string) error {
+		return errors.Join(os.Remove(p+"/disk"), os.Remove(p+"/d/null"))
+	}))
+	out, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Allow: []string{
+		"/suid", "caps", "/had", "/d/in/../in/suid",
+	}, DryRun: true})
 	must(t, err)
 	if got := list(out); got != "/sgid true" {
 		t.Errorf("refused of what is named: %s", got)
 	}
 	_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Allow: []string{"/suid", "caps", "/had", "/d/in/suid", "/sgid"}})
 	must(t, err)
-	for name, want := range map[string]uint32{"suid": 0o4755, "had": 0o4755, "sgid": 0o2755, "d/in/suid": 0o4755, "caps": 0o755} {
+	for name, want := range map[string]uint32{
+		"suid": 0o4755, "had": 0o4755, "sgid": 0o2755, "d/in/suid": 0o4755, "caps": 0o755,
+	} {
 		var st unix.Stat_t
 		must(t, unix.Lstat(filepath.Join(b.from, name), &st))
 		if st.Mode&0o7777 != want {
@@ -483,7 +504,8 @@ func TestApplyPrivileged(t *testing.T) {
 		}
 	}
 	buf := make([]byte, 64)
-	if n, err := unix.Getxattr(b.from+"/caps", capabilityXattr, buf); err != nil || string(buf[:n]) != string(capability) {
+	if n, err := unix.Getxattr(b.from+"/caps", capabilityXattr, buf); err != nil ||
+		string(buf[:n]) != string(capability) {
 		t.Errorf("capabilities: %x, %v", buf[:max(n, 0)], err)
 	}
 }

@@ -210,7 +210,8 @@ func (b Backend) Pause(ctx context.Context, id string) (err error) {
 			}
 		}
 	}
-	return fmt.Errorf("volume %s: %w: a container that uses it is starting or stopping, for more than %v", rec.Name, fault.ErrBusy, settling)
+	return fmt.Errorf("volume %s: %w: a container that uses it is starting or stopping, for more than %v", rec.Name,
+		fault.ErrBusy, settling)
 }
 
 // allFrozen fails if the volume is mounted in a mount namespace that belongs to none of

@@ -144,7 +144,8 @@ func (r *root) stat(rel string) (*unix.Statx_t, error) {
 		return nil, &fs.PathError{Op: "stat", Path: rel, Err: err}
 	}
 	if st.Mnt_id != r.mount {
-		return nil, fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume", fault.ErrUnsupported, rel)
+		return nil, fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume",
+			fault.ErrUnsupported, rel)
 	}
 	return &st, nil
 }
@@ -264,7 +265,9 @@ func setTime(dir int, name string, sec, nsec int64) error {
 }
 
 // xattrs reads all attributes of a path, by the calls that follow it or do not.
-func xattrs(p string, list func(string, []byte) (int, error), get func(string, string, []byte) (int, error)) (map[string]string, error) {
+func xattrs(
+	p string, list func(string, []byte) (int, error), get func(string, string, []byte) (int, error),
+) (map[string]string, error) {
 	names := make([]byte, 64<<10)
 	n, err := list(p, names)
 	if err == unix.EOPNOTSUPP {

@@ -46,7 +46,8 @@ type docker struct{ api *client.Client }
 // Docker returns the Engine on the Docker daemon that DOCKER_HOST names, or the
 // default one. It asks the daemon nothing yet.
 func Docker() (Engine, error) {
-	api, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation(), client.WithTraceProvider(noop.NewTracerProvider()))
+	api, err := client.NewClientWithOpts(client.FromEnv, client.WithAPIVersionNegotiation(),
+		client.WithTraceProvider(noop.NewTracerProvider()))
 	if err != nil {
 		return nil, fmt.Errorf("docker client: %w: %w", fault.ErrInvalid, err)
 	}
@@ -56,7 +57,9 @@ func Docker() (Engine, error) {
 func (d docker) Using(ctx context.Context, volume, upper string) ([]User, error) {
 	ctx, cancel := context.WithTimeout(ctx, engineTimeout)
 	defer cancel()
-	list, err := d.api.ContainerList(ctx, container.ListOptions{All: true, Filters: filters.NewArgs(filters.Arg("volume", volume))})
+	list, err := d.api.ContainerList(ctx, container.ListOptions{
+		All: true, Filters: filters.NewArgs(filters.Arg("volume", volume)),
+	})
 	if err != nil {
 		return nil, fmt.Errorf("ask the Docker daemon at %s who uses volume %s: %w", d.api.DaemonHost(), volume, err)
 	}
@@ -116,7 +119,8 @@ func (d docker) Unpause(ctx context.Context, id string) error {
 	if err == nil || cerrdefs.IsNotFound(err) {
 		return nil
 	}
-	if c, e := d.api.ContainerInspect(ctx, id); cerrdefs.IsNotFound(e) || e == nil && c.State != nil && !c.State.Paused {
+	if c, e := d.api.ContainerInspect(ctx, id); cerrdefs.IsNotFound(e) ||
+		e == nil && c.State != nil && !c.State.Paused {
 		return nil
 	}
 	return fmt.Errorf("unpause container %s: %w", id, err)

@@ -51,9 +51,10 @@ func TestEngine(t *testing.T) {
 		t.Fatal(err)
 	}
 	b := volume.Backend{Volumes: v}
-	e := engine.New(engine.Options{Run: root + "/run", Store: st, Backend: "volume", Open: func(string) (engine.Host, error) {
-		return engine.Host{Backend: b, Original: b}, nil
-	}})
+	e := engine.New(engine.Options{Run: root + "/run", Store: st, Backend: "volume",
+		Open: func(string) (engine.Host, error) {
+			return engine.Host{Backend: b, Original: b}, nil
+		}})
 	defer e.Close()
 	must := func(err error) {
 		t.Helper()
@@ -63,7 +64,9 @@ func TestEngine(t *testing.T) {
 	}
 	write := func(name, text string) {
 		t.Helper()
-		must(v.With(ctx, "ws", func(p string) error { return os.WriteFile(filepath.Join(p, name), []byte(text), 0o644) }))
+		must(v.With(ctx, "ws", func(p string) error {
+			return os.WriteFile(filepath.Join(p, name), []byte(text), 0o644)
+		}))
 	}
 	read := func(name string) (text string) {
 		t.Helper()
@@ -101,7 +104,8 @@ func TestEngine(t *testing.T) {
 	p, err := v.Mount(ctx, "ws", "someone")
 	must(err)
 	users.users = []volume.User{{ID: "1", Name: "web", Pid: os.Getpid(), Mounts: 1}}
-	if _, err := e.Restore(ctx, ws, runtime.RestoreOptions{Checkpoint: "one"}); !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "container (web)") {
+	if _, err := e.Restore(ctx, ws, runtime.RestoreOptions{Checkpoint: "one"}); !errors.Is(err, runtime.ErrState) ||
+		!strings.Contains(err.Error(), "container (web)") {
 		t.Errorf("restore in use: %v", err)
 	}
 	if _, err := e.Checkpoint(ctx, ws, runtime.CheckpointOptions{Stop: true}); !errors.Is(err, runtime.ErrUnsupported) {
@@ -130,7 +134,8 @@ func TestEngine(t *testing.T) {
 	}
 	d, err := e.Diff(ctx, runtime.DiffRequest{Sandbox: ws, From: "image"})
 	must(err)
-	if len(d.Changes) != 2 || d.Changes[0].Change+d.Changes[0].Path+d.Changes[1].Change+d.Changes[1].Path != "M/fA/new" {
+	if len(d.Changes) != 2 || d.Changes[0].Change+d.Changes[0].Path+d.Changes[1].Change+
+		d.Changes[1].Path != "M/fA/new" {
 		t.Errorf("%+v", d.Changes)
 	}
 	out, err := e.Apply(ctx, ws, runtime.ApplyOptions{Force: true})
@@ -172,7 +177,8 @@ func TestEngine(t *testing.T) {
 	if again.ID == sb.ID || again.Head != "" {
 		t.Errorf("%+v", again)
 	}
-	if _, err := e.Restore(ctx, ws, runtime.RestoreOptions{Checkpoint: one.ID}); !errors.Is(err, runtime.ErrState) || !strings.Contains(err.Error(), "belongs to") {
+	if _, err := e.Restore(ctx, ws, runtime.RestoreOptions{Checkpoint: one.ID}); !errors.Is(err, runtime.ErrState) ||
+		!strings.Contains(err.Error(), "belongs to") {
 		t.Errorf("restore of another volume's checkpoint: %v", err)
 	}
 }

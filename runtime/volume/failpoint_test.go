@@ -40,7 +40,8 @@ var points = []struct {
 func broken(t *testing.T, root, role, point, action string) error {
 	t.Helper()
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), "VOLUME_TEST_ROLE="+role, "VOLUME_TEST_ROOT="+root, "AGENTBOX_FAILPOINT="+point+"="+action)
+	cmd.Env = append(os.Environ(), "VOLUME_TEST_ROLE="+role, "VOLUME_TEST_ROOT="+root,
+		"AGENTBOX_FAILPOINT="+point+"="+action)
 	var out strings.Builder
 	cmd.Stderr = &out
 	err := cmd.Run()
@@ -116,7 +117,9 @@ func TestRollbackBroken(t *testing.T) {
 func TestUndoBroken(t *testing.T) {
 	ctx := context.Background()
 	for place := range places {
-		for point, back := range map[string]bool{"volume.undo.before-write": false, "volume.undo.mid-write": true, "volume.apply.after-rollback": true} {
+		for point, back := range map[string]bool{
+			"volume.undo.before-write": false, "volume.undo.mid-write": true, "volume.apply.after-rollback": true,
+		} {
 			for _, action := range []string{"kill", "error"} {
 				t.Run(place+"/"+point+"/"+action, func(t *testing.T) {
 					b := newBench(t, place)
@@ -134,7 +137,8 @@ func TestUndoBroken(t *testing.T) {
 					if !back {
 						_, err := b.Apply(ctx, "ws", runtime.ApplyOptions{Undo: true})
 						must(t, err)
-						equalLook(t, "the original after another undo", undone(place, old), undone(place, look(t, b.from)))
+						equalLook(t, "the original after another undo", undone(place, old),
+							undone(place, look(t, b.from)))
 					}
 					if left, _ := filepath.Glob(b.from + "/.agentbox-*"); len(left) > 0 {
 						t.Errorf("left: %q", left)

@@ -26,7 +26,8 @@ func TestForged(t *testing.T) {
 		defer from.Close()
 		head.Version, head.Original, head.Ino = version, rec.From, from.ino
 		dir := b.path("ws", dirApply)
-		return errors.Join(os.Mkdir(dir, 0o700), record.WriteJSON(filepath.Join(dir, filePlan), plan{}, false), record.WriteJSON(filepath.Join(dir, fileHeader), head, false))
+		return errors.Join(os.Mkdir(dir, 0o700), record.WriteJSON(filepath.Join(dir, filePlan), plan{}, false),
+			record.WriteJSON(filepath.Join(dir, fileHeader), head, false))
 	}
 	change := func(b *bench, with map[string]any) error {
 		path := b.path("ws", "volume.json")
@@ -40,10 +41,14 @@ func TestForged(t *testing.T) {
 	}
 	for name, forge := range map[string]func(b *bench, rec stored, outside string) error{
 		"scratch": func(b *bench, rec stored, outside string) error {
-			return apply(b, rec, header{Phase: phaseStage, Scratch: "../" + filepath.Base(filepath.Dir(outside)) + "/outside"})
+			return apply(b, rec, header{
+				Phase: phaseStage, Scratch: "../" + filepath.Base(filepath.Dir(outside)) + "/outside",
+			})
 		},
 		"stray": func(b *bench, rec stored, outside string) error {
-			return apply(b, rec, header{Phase: phaseDone, Stray: "../" + filepath.Base(filepath.Dir(outside)) + "/outside"})
+			return apply(b, rec, header{
+				Phase: phaseDone, Stray: "../" + filepath.Base(filepath.Dir(outside)) + "/outside",
+			})
 		},
 		"a name in the original": func(b *bench, rec stored, _ string) error {
 			return apply(b, rec, header{Phase: phaseRolled, Scratch: "mine"})
@@ -51,7 +56,9 @@ func TestForged(t *testing.T) {
 		"id": func(b *bench, _ stored, _ string) error {
 			return change(b, map[string]any{"id": "/../../../../../tmp/aaaaaaaaaaaaaa"})
 		},
-		"from":      func(b *bench, _ stored, _ string) error { return change(b, map[string]any{"from": b.from + "/../x"}) },
+		"from": func(b *bench, _ stored, _ string) error {
+			return change(b, map[string]any{"from": b.from + "/../x"})
+		},
 		"from, rel": func(b *bench, _ stored, _ string) error { return change(b, map[string]any{"from": "etc"}) },
 		"upper":     func(b *bench, _ stored, outside string) error { return lead(b.path("ws", "upper"), outside) },
 		"work":      func(b *bench, _ stored, outside string) error { return lead(b.path("ws", "work"), outside) },
@@ -64,7 +71,8 @@ func TestForged(t *testing.T) {
 			b := newBench(t, "near")
 			rec := b.create(t)
 			outside := filepath.Join(t.TempDir(), "outside")
-			must(t, errors.Join(os.Mkdir(outside, 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600), os.Mkdir(b.from+"/mine", 0o700)))
+			must(t, errors.Join(os.Mkdir(outside, 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600),
+				os.Mkdir(b.from+"/mine", 0o700)))
 			must(t, forge(b, rec, outside))
 			settled := b.Sweep(ctx)
 			_, mounted := b.Volumes.Mount(ctx, "ws", "m")

@@ -223,7 +223,8 @@ func look(t tb, dir string) map[string]string {
 		if err := unix.Lstat(p, &st); err != nil {
 			return err
 		}
-		s := fmt.Sprintf("mode=%o uid=%d gid=%d mtime=%d.%09d rdev=%d", st.Mode, st.Uid, st.Gid, st.Mtim.Sec, st.Mtim.Nsec, st.Rdev)
+		s := fmt.Sprintf("mode=%o uid=%d gid=%d mtime=%d.%09d rdev=%d", st.Mode, st.Uid, st.Gid,
+			st.Mtim.Sec, st.Mtim.Nsec, st.Rdev)
 		raw, err := xattrs(p, unix.Llistxattr, unix.Lgetxattr)
 		if err != nil {
 			return err

@@ -203,11 +203,15 @@ func (v *Volumes) mount(rec stored, have refs) error {
 			v.log.Debug("copy of the mount still busy", "volume", rec.Name, "pid", s.Pid)
 			continue
 		}
-		return fmt.Errorf("volume %s: %w: it is mounted in another mount namespace, that of process %d (%s), at %s", rec.Name, fault.ErrState, s.Pid, s.Command, s.Mountpoint)
+		return fmt.Errorf("volume %s: %w: it is mounted in another mount namespace, that of process %d (%s), at %s",
+			rec.Name, fault.ErrState, s.Pid, s.Command, s.Mountpoint)
 	}
 	err = mountAt(v.path(rec.Name), rec)
 	if errors.Is(err, fault.ErrNotFound) && rec.From != "" {
-		return &fault.Error{Err: fmt.Errorf("volume %s lies over %s: %w", rec.Name, rec.From, err), Hint: "Put the directory back first."}
+		return &fault.Error{
+			Err:  fmt.Errorf("volume %s lies over %s: %w", rec.Name, rec.From, err),
+			Hint: "Put the directory back first.",
+		}
 	}
 	return err
 }

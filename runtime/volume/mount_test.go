@@ -20,7 +20,8 @@ import (
 func TestNames(t *testing.T) {
 	for name, ok := range map[string]bool{
 		"ws": true, "0a": true, "a.b_c-d": true, strings.Repeat("f", 64): true, strings.Repeat("a", 128): true,
-		"": false, ".": false, "..": false, ".new-1": false, "a/b": false, "a\x00": false, "-a": false, strings.Repeat("a", 129): false, "é": false, "a\n": false,
+		"": false, ".": false, "..": false, ".new-1": false, "a/b": false, "a\x00": false, "-a": false,
+		strings.Repeat("a", 129): false, "é": false, "a\n": false,
 	} {
 		if err := ValidName(name); (err == nil) != ok {
 			t.Errorf("%q: %v", name, err)
@@ -35,7 +36,8 @@ func TestCreate(t *testing.T) {
 	must(t, os.Symlink(b.from, link))
 	must(t, os.Symlink(b.root, link+"2"))
 	for from, want := range map[string]error{
-		"relative": fault.ErrInvalid, b.from + "/missing": fault.ErrNotFound, "/": fault.ErrDenied, b.root: fault.ErrDenied,
+		"relative": fault.ErrInvalid, b.from + "/missing": fault.ErrNotFound, "/": fault.ErrDenied,
+		b.root:     fault.ErrDenied,
 		link + "2": fault.ErrDenied, b.root + "/..": fault.ErrDenied, "/etc/hostname": fault.ErrInvalid,
 	} {
 		if err := b.Volumes.Create(ctx, "no", CreateOptions{From: from}); !errors.Is(err, want) {
@@ -155,7 +157,8 @@ func TestKernelKnowsBetter(t *testing.T) {
 	if _, err := b.Volumes.Mount(ctx, "ws", "y"); !errors.Is(err, fault.ErrState) {
 		t.Errorf("a second overlay over one upperdir: %v", err)
 	}
-	if err := b.Pause(ctx, rec.ID); !errors.Is(err, fault.ErrState) || !strings.Contains(err.Error(), "in no container") {
+	if err := b.Pause(ctx, rec.ID); !errors.Is(err, fault.ErrState) ||
+		!strings.Contains(err.Error(), "in no container") {
 		t.Errorf("pause of what no engine knows: %v", err)
 	}
 	if b.isPaused("ws") {
@@ -180,10 +183,13 @@ func TestHeld(t *testing.T) {
 	b.recover = func(context.Context) error { return stage.At(b.run, rec.ID).Clear() }
 	_, err := b.Volumes.Mount(ctx, "ws", "x")
 	must(t, err)
-	b.users = []User{{ID: "1", Name: "one", Pid: os.Getpid(), Mounts: 1}, {ID: "2", Name: "two", Mounts: 1, Paused: true}}
+	b.users = []User{
+		{ID: "1", Name: "one", Pid: os.Getpid(), Mounts: 1}, {ID: "2", Name: "two", Mounts: 1, Paused: true},
+	}
 	must(t, b.Pause(ctx, rec.ID))
 	must(t, b.Pause(ctx, rec.ID))
-	if c, err := b.Inspect(ctx, rec.ID); err != nil || c.Status != runtime.Paused || !strings.Contains(c.Busy, "2 containers (one, two)") {
+	if c, err := b.Inspect(ctx, rec.ID); err != nil || c.Status != runtime.Paused ||
+		!strings.Contains(c.Busy, "2 containers (one, two)") {
 		t.Errorf("%+v, %v", c, err)
 	}
 	got := make(chan error, 1)
@@ -211,7 +217,9 @@ func TestHeld(t *testing.T) {
 }
 
 func TestUnescape(t *testing.T) {
-	for in, want := range map[string]string{`a\040b`: "a b", `\134`: `\`, `a\`: `a\`, `\9`: `\9`, `\x41z`: `\x41z`, "plain": "plain"} {
+	for in, want := range map[string]string{
+		`a\040b`: "a b", `\134`: `\`, `a\`: `a\`, `\9`: `\9`, `\x41z`: `\x41z`, "plain": "plain",
+	} {
 		if got := unescape(in); got != want {
 			t.Errorf("%q: %q", in, got)
 		}

@@ -199,8 +199,10 @@ func (p *planner) merge(e overlay.Entry) error {
 
 // same reports whether a file that was copied up has not been changed after all.
 func (p *planner) same(e overlay.Entry, up, low *unix.Statx_t) (bool, error) {
-	if up.Nlink != 1 || low.Nlink != 1 || up.Mode != low.Mode || p.gate.owners && (up.Uid != low.Uid || up.Gid != low.Gid) || up.Size != low.Size ||
-		up.Mtime.Sec != low.Mtime.Sec || up.Mtime.Nsec != low.Mtime.Nsec || up.Rdev_major != low.Rdev_major || up.Rdev_minor != low.Rdev_minor {
+	if up.Nlink != 1 || low.Nlink != 1 || up.Mode != low.Mode ||
+		p.gate.owners && (up.Uid != low.Uid || up.Gid != low.Gid) || up.Size != low.Size ||
+		up.Mtime.Sec != low.Mtime.Sec || up.Mtime.Nsec != low.Mtime.Nsec || up.Rdev_major != low.Rdev_major ||
+		up.Rdev_minor != low.Rdev_minor {
 		return false, nil
 	}
 	d, name, err := p.from.parent(e.Path)
@@ -269,7 +271,8 @@ func (p *planner) sameContent(d *os.File, name string, e overlay.Entry) (bool, e
 }
 
 func openFile(d *os.File, name string) (*os.File, error) {
-	fd, err := unix.Openat(int(d.Fd()), name, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOATIME, 0)
+	fd, err := unix.Openat(int(d.Fd()), name,
+		unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC|unix.O_NONBLOCK|unix.O_NOATIME, 0)
 	if err != nil {
 		return nil, &fs.PathError{Op: "open", Path: name, Err: err}
 	}

@@ -19,13 +19,14 @@ func Record(v *Volumes, log *audit.Log, by string) *Recorded { return &Recorded{
 
 // Create is Volumes.Create, on record.
 func (v *Recorded) Create(ctx context.Context, name string, opts CreateOptions) error {
-	return v.log.Do(audit.Self(v.by), audit.Record{Verb: "volume create", Ref: audit.Clip(name)}, func(r *audit.Record) error {
-		err := v.Volumes.Create(ctx, name, opts)
-		if err == nil {
-			v.names(ctx, name, r)
-		}
-		return err
-	})
+	return v.log.Do(audit.Self(v.by), audit.Record{Verb: "volume create", Ref: audit.Clip(name)},
+		func(r *audit.Record) error {
+			err := v.Volumes.Create(ctx, name, opts)
+			if err == nil {
+				v.names(ctx, name, r)
+			}
+			return err
+		})
 }
 
 // Remove is Volumes.Remove, on record.

@@ -57,7 +57,8 @@ func (g *gate) comes(e overlay.Entry) error {
 		g.refuse(e.Path, fmt.Sprintf("it is a device (%s %d:%d)", e.Type, e.Major, e.Minor), false)
 		return nil
 	case e.Type == overlay.TypeFile && e.Mode&(unix.S_ISUID|unix.S_ISGID) != 0:
-		privileged = fmt.Sprintf("its set-id bits give the rights of user %d, group %d (mode %04o)", e.UID, e.GID, e.Mode)
+		privileged = fmt.Sprintf("its set-id bits give the rights of user %d, group %d (mode %04o)", e.UID, e.GID,
+			e.Mode)
 	case e.Type == overlay.TypeFile && e.Xattrs[capabilityXattr] != "":
 		privileged = "it has file capabilities"
 	}
@@ -139,12 +140,14 @@ func (g *gate) refusal(original string) error {
 	}
 	hint := "Remove devices in the volume."
 	if len(flags) > 0 {
-		hint = "What you want all the same is named one by one: agentbox apply " + strings.Join(clip(flags, 5), " ") + " ..."
+		hint = "What you want all the same is named one by one: agentbox apply " +
+			strings.Join(clip(flags, 5), " ") + " ..."
 		if len(flags) < len(list) {
 			hint += " Devices never come: remove them in the volume."
 		}
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: this must not get into %s: %s", fault.ErrDenied, original, strings.Join(clip(list, 10), "; ")), Hint: hint}
+	return &fault.Error{Err: fmt.Errorf("%w: this must not get into %s: %s", fault.ErrDenied, original,
+		strings.Join(clip(list, 10), "; ")), Hint: hint}
 }
 
 // chown gives staged entries their owners.

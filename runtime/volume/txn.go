@@ -39,7 +39,8 @@ func (t *txn) do(o op) error {
 	case errors.Is(err, unix.EEXIST), gone(err):
 		return conflict(o.Path, err)
 	case errors.Is(err, unix.EINVAL):
-		return fmt.Errorf("%w: the filesystem of %s cannot exchange two files: %w", fault.ErrUnsupported, t.rec.From, err)
+		return fmt.Errorf("%w: the filesystem of %s cannot exchange two files: %w",
+			fault.ErrUnsupported, t.rec.From, err)
 	case err != nil:
 		return err
 	case o.Kind == opPut:
@@ -93,7 +94,8 @@ func (t *txn) back(o op) error {
 	case o.Kind != opPut && now == nil:
 		return move(t.scratch, at, t.from, p, unix.RENAME_NOREPLACE)
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: %q was made in %s by another program and is in the way of what was there", fault.ErrState, path.Join("/", p), t.rec.From),
+	return &fault.Error{Err: fmt.Errorf("%w: %q was made in %s by another program and is in the way of what was there",
+		fault.ErrState, path.Join("/", p), t.rec.From),
 		Hint: "Move it elsewhere, then run: agentbox recover"}
 }
 
@@ -338,12 +340,16 @@ func (t *txn) restage(ctx context.Context) error {
 // unchanged proves that an undo takes away nothing but what the apply brought.
 func (t *txn) unchanged(ctx context.Context, force bool) error {
 	n := 0
-	err := overlay.Walk(ctx, t.v.path(t.rec.Name, "upper"), overlay.WalkOptions{}, func(overlay.Entry) error { n++; return nil })
+	err := overlay.Walk(ctx, t.v.path(t.rec.Name, "upper"), overlay.WalkOptions{}, func(overlay.Entry) error {
+		n++
+		return nil
+	})
 	if err != nil {
 		return err
 	}
 	if n > 1 {
-		return &fault.Error{Err: fmt.Errorf("volume %s: %w: it was changed since it was applied", t.rec.Name, fault.ErrState),
+		return &fault.Error{Err: fmt.Errorf("volume %s: %w: it was changed since it was applied",
+			t.rec.Name, fault.ErrState),
 			Hint: "Checkpoint it, then restore or apply it; an undo needs a volume without changes."}
 	}
 	for _, o := range t.plan.Ops {
@@ -359,7 +365,8 @@ func (t *txn) unchanged(ctx context.Context, force bool) error {
 				continue // still the file, or directory, that the apply brought
 			}
 		}
-		e := &fault.Error{Err: fmt.Errorf("%w: %q was changed in %s since the apply", fault.ErrState, path.Join("/", string(o.Path)), t.rec.From),
+		e := &fault.Error{Err: fmt.Errorf("%w: %q was changed in %s since the apply", fault.ErrState,
+			path.Join("/", string(o.Path)), t.rec.From),
 			Hint: "Look at it; to lose that change too, add --force."}
 		if force {
 			e.Hint = "It has been replaced: move it elsewhere first."
@@ -395,7 +402,8 @@ func (t *txn) samePlace() error {
 	if t.from.ino == t.head.Ino && t.rec.From == t.head.Original {
 		return nil
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: %s is not the directory that volume %s was applied to", fault.ErrState, t.rec.From, t.rec.Name),
+	return &fault.Error{Err: fmt.Errorf("%w: %s is not the directory that volume %s was applied to", fault.ErrState,
+		t.rec.From, t.rec.Name),
 		Hint: "Put that directory back in its place, then run: agentbox recover"}
 }
 

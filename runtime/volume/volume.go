@@ -161,7 +161,9 @@ func (v *Volumes) Create(ctx context.Context, name string, opts CreateOptions) (
 		return err
 	}
 	defer unlock()
-	rec := stored{Version: version, ID: newID(), Name: name, From: opts.From, ReadOnly: opts.ReadOnly, Created: time.Now().UTC()}
+	rec := stored{
+		Version: version, ID: newID(), Name: name, From: opts.From, ReadOnly: opts.ReadOnly, Created: time.Now().UTC(),
+	}
 	if err := v.furnish(temp, rec); err != nil {
 		return err
 	}
@@ -273,7 +275,8 @@ func (v *Volumes) judge(from string) (string, error) {
 			return "", err
 		}
 		if fsx.Within(real, at) || fsx.Within(at, real) {
-			return "", &fault.Error{Err: fmt.Errorf("%w: %s and agentbox's own state at %s contain one another", fault.ErrDenied, from, at),
+			return "", &fault.Error{Err: fmt.Errorf("%w: %s and agentbox's own state at %s contain one another",
+				fault.ErrDenied, from, at),
 				Hint: "Name a directory apart from it: checkpoints of all sandboxes would be in the volume."}
 		}
 	}
@@ -295,7 +298,8 @@ func (v *Volumes) load(name string) (rec stored, err error) {
 	if rec.Version > version {
 		return rec, fmt.Errorf("volume %s was made by a newer agentbox: %w", name, fault.ErrUnsupported)
 	}
-	if rec.Name != name || !idPattern().MatchString(rec.ID) || rec.From != "" && (!filepath.IsAbs(rec.From) || filepath.Clean(rec.From) != rec.From) {
+	if rec.Name != name || !idPattern().MatchString(rec.ID) ||
+		rec.From != "" && (!filepath.IsAbs(rec.From) || filepath.Clean(rec.From) != rec.From) {
 		return rec, fmt.Errorf("volume %s: its record is another's: %w", name, fault.ErrCorrupt)
 	}
 	// A root from elsewhere may have it lead out of itself.
@@ -375,7 +379,10 @@ func (v *Volumes) List(context.Context) ([]Volume, error) {
 }
 
 func (v *Volumes) view(rec stored) (Volume, error) {
-	out := Volume{ID: rec.ID, Name: rec.Name, From: rec.From, ReadOnly: rec.ReadOnly, Created: rec.Created, Upperdir: v.path(rec.Name, "upper")}
+	out := Volume{
+		ID: rec.ID, Name: rec.Name, From: rec.From, ReadOnly: rec.ReadOnly, Created: rec.Created,
+		Upperdir: v.path(rec.Name, "upper"),
+	}
 	refs, err := v.refs(rec.Name)
 	if err != nil {
 		return out, err

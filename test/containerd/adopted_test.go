@@ -45,7 +45,8 @@ func adopted(b *box) {
 	}
 	b.contiguous("c1", at, at) // from the first restore on the log is ours
 	// The output of a command that ends at once ctr has been seen to miss: so it stays a moment.
-	if out := b.Ctr(b.T, "tasks", "exec", "--exec-id", "e", "c1", "sh", "-c", "cat /proc/net/dev; sleep 0.3"); !strings.Contains(out, "lo:") {
+	if out := b.Ctr(b.T, "tasks", "exec", "--exec-id", "e", "c1", "sh", "-c",
+		"cat /proc/net/dev; sleep 0.3"); !strings.Contains(out, "lo:") {
 		b.Errorf("exec by ctr: %q", out)
 	}
 	b.Ctr(b.T, "tasks", "pause", "c1")
@@ -142,7 +143,8 @@ func startedElsewhere(b *box) {
 	// What it has counted, in a file; and which start of it that is.
 	const script = "cat /proc/sys/kernel/random/uuid > /who; i=0; while :; do i=$((i+1)); echo $i >> /log; echo $i > /count.new; mv /count.new /count; sleep 0.02; done"
 	b.Ctr(b.T, "run", "-d", "--runc-binary", filepath.Join(b.bin, "agentbox-runtime"), "--null-io",
-		"--label", "containerd.io/restart.status=running", "--label", "containerd.io/restart.policy=always", image, "again", "sh", "-c", script)
+		"--label", "containerd.io/restart.status=running", "--label", "containerd.io/restart.policy=always", image,
+		"again", "sh", "-c", script)
 	defer b.discard("again")
 	read := func(file string) string {
 		data, _ := os.ReadFile(b.upper(name, file))
@@ -166,13 +168,16 @@ func startedElsewhere(b *box) {
 		r = b.begin([]string{"AGENTBOX_FAILPOINT=restore.after-stop=stop"}, "restore", name, saved)
 		return r.stops()
 	})
-	b.eventually("the plugin has tried", func() bool { return strings.Contains(b.Containerd.Log(), "being restored by agentbox") })
+	b.eventually("the plugin has tried", func() bool {
+		return strings.Contains(b.Containerd.Log(), "being restored by agentbox")
+	})
 	if out := b.task("default", "again"); out == "RUNNING" {
 		b.Errorf("it was started while its files were exchanged: %s", out)
 	}
 	r.goOn()
 	if n := b.count(name); n < low || read("who") != who {
-		b.Errorf("it counts at %d, the checkpoint was not before %d; of another start of it: %t", n, low, read("who") != who)
+		b.Errorf("it counts at %d, the checkpoint was not before %d; of another start of it: %t", n,
+			low, read("who") != who)
 	}
 	b.counts(name)
 	if steps := b.steps(read("log")); slices.ContainsFunc(steps, func(n int) bool { return n != 1 }) {

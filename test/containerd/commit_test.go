@@ -8,10 +8,12 @@ func committed(b *box) {
 	b.ok("exec", "c", "sh", "-c", "echo kept > /kept; rm /etc/base; mkdir /sub; chmod 1770 /sub; chown 3:4 /sub")
 	b.ok("commit", "-m", "why", "c", "app:1")
 	b.ok("commit", "c", "app:2")
-	if out := b.ok("run", "--rm", "--network", "none", "app:1", "sh", "-c", "cat /kept; stat -c %a:%u:%g /sub; ls /etc/base 2>/dev/null || echo gone"); out != "kept\n1770:3:4\ngone" {
+	if out := b.ok("run", "--rm", "--network", "none", "app:1", "sh", "-c",
+		"cat /kept; stat -c %a:%u:%g /sub; ls /etc/base 2>/dev/null || echo gone"); out != "kept\n1770:3:4\ngone" {
 		b.Errorf("app:1 says %q", out)
 	}
-	if out := b.ok("image", "inspect", "app:1"); !strings.Contains(out, `"layers": 2`) || !strings.Contains(out, `"comment": "why"`) {
+	if out := b.ok("image", "inspect", "app:1"); !strings.Contains(out, `"layers": 2`) ||
+		!strings.Contains(out, `"comment": "why"`) {
 		b.Errorf("app:1 is %s", out)
 	}
 	b.ok("image", "tag", "app:1", "app:3")

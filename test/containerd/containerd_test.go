@@ -59,17 +59,20 @@ func (b *box) start(name string, options ...string) {
 
 func ownSandbox(b *box) {
 	b.start("one", "-m", "200m", "--pids-limit", "99")
-	if out := b.ok("top", "--no-stream", "--format", "json", "one"); !strings.Contains(out, `"memory_limit":209715200,"pids":`) || !strings.Contains(out, `"pids_limit":99,"disk":`) {
+	if out := b.ok("top", "--no-stream", "--format", "json", "one"); !strings.Contains(out,
+		`"memory_limit":209715200,"pids":`) || !strings.Contains(out, `"pids_limit":99,"disk":`) {
 		b.Errorf("agentbox top: %s", out)
 	}
 	s := b.inspect("one")
 	if s.Backend != "containerd" || b.task("agentbox", s.ID) != "RUNNING" {
 		b.Errorf("%+v; ctr: %q", s, b.task("agentbox", s.ID))
 	}
-	if out := b.Ctr(b.T, "-n", "agentbox", "containers", "info", s.ID); !strings.Contains(out, `"agentbox.root": "`+b.root) || !strings.Contains(out, `"agentbox.name": "one"`) {
+	if out := b.Ctr(b.T, "-n", "agentbox", "containers", "info", s.ID); !strings.Contains(out,
+		`"agentbox.root": "`+b.root) || !strings.Contains(out, `"agentbox.name": "one"`) {
 		b.Errorf("ctr containers info: %s", out)
 	}
-	if out := b.ok("exec", "one", "sh", "-c", "mkdir /work; echo precious > /work/file; cat /work/file"); out != "precious" {
+	if out := b.ok("exec", "one", "sh", "-c",
+		"mkdir /work; echo precious > /work/file; cat /work/file"); out != "precious" {
 		b.Errorf("exec: %q", out)
 	}
 	first := b.saved("one", "first")
@@ -127,7 +130,8 @@ func ownSandbox(b *box) {
 }
 
 func ports(b *box) {
-	b.ok("run", "-d", "--name", "web", "-p", "127.0.0.1:18081:80", "bt", "sh", "-c", "mkdir /www; echo up > /www/index.html; httpd -f -p 80 -h /www")
+	b.ok("run", "-d", "--name", "web", "-p", "127.0.0.1:18081:80", "bt", "sh", "-c",
+		"mkdir /www; echo up > /www/index.html; httpd -f -p 80 -h /www")
 	get := func() string {
 		client := http.Client{Timeout: 10 * time.Second}
 		resp, err := client.Get("http://127.0.0.1:18081/")
@@ -152,7 +156,8 @@ func builtin(b *box) {
 	if out := b.ok("run", "--rm", "busybox", "echo", "hello"); out != "hello" {
 		b.Errorf("%q", out)
 	}
-	if out := b.ok("image", "ls"); !strings.Contains(out, "busybox") || !strings.Contains(out, "bt") || strings.Contains(out, "pinned") {
+	if out := b.ok("image", "ls"); !strings.Contains(out, "busybox") || !strings.Contains(out, "bt") ||
+		strings.Contains(out, "pinned") {
 		b.Errorf("image ls: %s", out)
 	}
 	if r := b.try(nil, "run", "--rm", "--name", "code", "bt", "sh", "-c", "exit 7"); r.code != 7 {
@@ -177,7 +182,8 @@ func images(b *box) {
 	}
 	archive := filepath.Join(b.root, "img.tar")
 	pack := func(more ...string) {
-		if out, err := exec.Command("tar", append([]string{"-czf", archive, "-C", b.lower, "."}, more...)...).CombinedOutput(); err != nil {
+		if out, err := exec.Command("tar", append([]string{"-czf", archive, "-C", b.lower, "."},
+			more...)...).CombinedOutput(); err != nil {
 			b.Fatalf("tar: %v: %s", err, out)
 		}
 	}
@@ -207,7 +213,8 @@ func images(b *box) {
 	b.ok("rm", "-f", "--checkpoints", "pinned")
 	b.ok("image", "rm", old)
 	for _, what := range []string{"images", "content", "snapshots"} {
-		if out := b.Ctr(b.T, "-n", "agentbox", what, "ls"); strings.Contains(out, old) || strings.Contains(out, "img:v1") {
+		if out := b.Ctr(b.T, "-n", "agentbox", what, "ls"); strings.Contains(out, old) ||
+			strings.Contains(out, "img:v1") {
 			b.Errorf("ctr %s ls: %s", what, out)
 		}
 	}
@@ -301,8 +308,11 @@ func reaped(b *box) {
 }
 
 func lookedAt(b *box) {
-	for _, point := range []string{"after-mount", "after-spec", "after-create", "after-run", "after-attach", "after-start"} {
-		r := b.begin([]string{"AGENTBOX_FAILPOINT=containerd.start." + point + "=stop"}, "run", "-d", "--name", "v", "bt", "sh", "-c", counting).stopped()
+	for _, point := range []string{
+		"after-mount", "after-spec", "after-create", "after-run", "after-attach", "after-start",
+	} {
+		r := b.begin([]string{"AGENTBOX_FAILPOINT=containerd.start." + point + "=stop"}, "run", "-d", "--name", "v",
+			"bt", "sh", "-c", counting).stopped()
 		began := time.Now()
 		want := "created"
 		if point == "after-start" {
@@ -473,7 +483,8 @@ func killedAnywhere(b *box) {
 			b := &box{t, b.host, b.root}
 			args := map[string][]string{
 				"run":  {"run", "-d", "--name", "v", "bt", "sh", "-c", counting},
-				"stop": {"stop", "-t", "0", "v"}, "rm": {"rm", "-f", "v"}, "restore": {"restore", "v"}, "exec": {"exec", "v", "true"},
+				"stop": {"stop", "-t", "0", "v"}, "rm": {"rm", "-f", "v"}, "restore": {"restore", "v"},
+				"exec": {"exec", "v", "true"},
 			}[p.verb]
 			if p.verb != "run" {
 				b.start("v")

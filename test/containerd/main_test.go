@@ -36,7 +36,9 @@ type host struct {
 
 func newHost(t *testing.T) *host {
 	t.Helper()
-	h := &host{bin: enginetest.Build(t, "failpoint", "agentbox", "agentbox-runtime"), lower: backendtest.BusyboxLower(t)[0]}
+	h := &host{
+		bin: enginetest.Build(t, "failpoint", "agentbox", "agentbox-runtime"), lower: backendtest.BusyboxLower(t)[0],
+	}
 	h.Containerd = enginetest.StartContainerd(t, enginetest.ContainerdOptions{})
 	b := &box{t, h, enginetest.Dir(t)}
 	b.ok("image", "import", "bt", h.lower)
@@ -73,7 +75,10 @@ func (h *host) box(t *testing.T) *box {
 			}
 		}
 		run := filepath.Join(b.root, "run")
-		for _, dir := range []string{filepath.Join(h.StageRun, "restore"), filepath.Join(run, "restore"), filepath.Join(run, "containerd", "runc", "agentbox"), filepath.Join(b.root, "containerd", "sandboxes")} {
+		for _, dir := range []string{
+			filepath.Join(h.StageRun, "restore"), filepath.Join(run, "restore"),
+			filepath.Join(run, "containerd", "runc", "agentbox"), filepath.Join(b.root, "containerd", "sandboxes"),
+		} {
 			entries, _ := os.ReadDir(dir)
 			for _, e := range entries {
 				t.Errorf("left behind: %s", filepath.Join(dir, e.Name()))
@@ -100,7 +105,8 @@ func (b *box) try(env []string, args ...string) result {
 	b.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "agentbox"), append([]string{"--root", b.root, "--backend", "containerd"}, args...)...)
+	cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "agentbox"),
+		append([]string{"--root", b.root, "--backend", "containerd"}, args...)...)
 	cmd.Env = append(append(os.Environ(), "CONTAINERD_ADDRESS="+b.Address), env...)
 	var out, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &stderr
@@ -114,7 +120,9 @@ func (b *box) try(env []string, args ...string) result {
 		b.Fatalf("agentbox %q hangs: %s%s", args, out.String(), stderr.String())
 	}
 	st, _ := cmd.ProcessState.Sys().(syscall.WaitStatus)
-	return result{out.String(), stderr.String(), cmd.ProcessState.ExitCode(), st.Signaled() && st.Signal() == syscall.SIGKILL}
+	return result{
+		out.String(), stderr.String(), cmd.ProcessState.ExitCode(), st.Signaled() && st.Signal() == syscall.SIGKILL,
+	}
 }
 
 // running is a command under way.
@@ -126,7 +134,8 @@ type running struct {
 
 func (b *box) begin(env []string, args ...string) *running {
 	b.Helper()
-	r := &running{b: b, cmd: exec.Command(filepath.Join(b.bin, "agentbox"), append([]string{"--root", b.root, "--backend", "containerd"}, args...)...)}
+	r := &running{b: b, cmd: exec.Command(filepath.Join(b.bin, "agentbox"),
+		append([]string{"--root", b.root, "--backend", "containerd"}, args...)...)}
 	r.cmd.Env = append(append(os.Environ(), "CONTAINERD_ADDRESS="+b.Address), env...)
 	r.cmd.Stderr = &r.err
 	if err := r.cmd.Start(); err != nil {

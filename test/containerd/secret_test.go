@@ -22,7 +22,8 @@ func secrets(b *box) {
 		if got := b.ok("exec", "s", "cat", "/run/secrets/tok"); got != value+n {
 			b.Errorf("the secret is %q, want %s", got, n)
 		}
-		if info := b.Ctr(b.T, "-n", "agentbox", "containers", "info", b.inspect("s").ID); strings.Contains(info, value) {
+		if info := b.Ctr(b.T, "-n", "agentbox", "containers", "info",
+			b.inspect("s").ID); strings.Contains(info, value) {
 			b.Errorf("containerd knows it: %s", info)
 		}
 	}
@@ -35,7 +36,8 @@ func secrets(b *box) {
 		return strings.Contains(string(text), b.root+"/run/containerd/"+b.inspect("s").ID+"/secrets")
 	}
 	write("1")
-	b.ok("run", "-d", "--name", "s", "--network", "none", "--secret", "tok=file:"+file, "bt", "sh", "-c", "exec 3</run/secrets/tok; "+counting)
+	b.ok("run", "-d", "--name", "s", "--network", "none", "--secret", "tok=file:"+file, "bt", "sh", "-c",
+		"exec 3</run/secrets/tok; "+counting)
 	b.counts("s")
 	has("1")
 	if !mounted() {

@@ -74,7 +74,8 @@ func TestCompose(t *testing.T) {
 	}
 	defer compose("down")
 	compose("up", "-d")
-	names := strings.Fields(h.Docker(t, "ps", "--format", "{{.Names}}", "--filter", "label=com.docker.compose.project=team"))
+	names := strings.Fields(h.Docker(t, "ps", "--format", "{{.Names}}", "--filter",
+		"label=com.docker.compose.project=team"))
 	if len(names) != 2 {
 		t.Fatalf("compose made %q", names)
 	}
@@ -128,7 +129,8 @@ func TestCompose(t *testing.T) {
 		t.Errorf("the store has %s of a key set after the checkpoint and one set before", out)
 	}
 	for _, n := range names {
-		if got := b.state(n, "{{.HostConfig.RestartPolicy.Name}} {{.State.Running}}"); !strings.HasSuffix(got, " true") || strings.HasPrefix(got, "no") {
+		if got := b.state(n, "{{.HostConfig.RestartPolicy.Name}} {{.State.Running}}"); !strings.HasSuffix(got,
+			" true") || strings.HasPrefix(got, "no") {
 			t.Errorf("%s after its restore: %s", n, got)
 		}
 	}

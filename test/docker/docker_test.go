@@ -74,7 +74,8 @@ func shows(b *box) {
 	b.counts("web")
 	before := b.state("web", "{{json .NetworkSettings.Networks}}{{json .NetworkSettings.Ports}}")
 	at := b.saved("web", "one")
-	if out := b.ok("top", "--no-stream", "--format", "json", "docker://web"); !regexp.MustCompile(`"memory_limit":209715200,"pids":[23],"pids_limit":99,"disk":`).MatchString(out) || !strings.Contains(out, `"cpu_percent":`) {
+	if out := b.ok("top", "--no-stream", "--format", "json",
+		"docker://web"); !regexp.MustCompile(`"memory_limit":209715200,"pids":[23],"pids_limit":99,"disk":`).MatchString(out) || !strings.Contains(out, `"cpu_percent":`) {
 		b.Errorf("agentbox top: %s", out)
 	}
 	b.Docker(b.T, "exec", "web", "rm", "-rf", "/work")
@@ -100,7 +101,8 @@ func shows(b *box) {
 	if strip(before) != strip(after) {
 		b.Errorf("the network was\n%s\nand is\n%s", before, after)
 	}
-	if out := b.Docker(b.T, "exec", "web", "sh", "-c", "cat /proc/sys/net/ipv4/ip_unprivileged_port_start; ip -o link show lo | grep -c UP"); out != "0\n1" {
+	if out := b.Docker(b.T, "exec", "web", "sh", "-c",
+		"cat /proc/sys/net/ipv4/ip_unprivileged_port_start; ip -o link show lo | grep -c UP"); out != "0\n1" {
 		b.Errorf("in the restored network: %q", out)
 	}
 	if out := b.ok("ps"); !strings.Contains(out, "docker://web") {
@@ -366,7 +368,9 @@ func daemonInCheckpoint(b *box) {
 }
 
 func daemonInRestore(b *box) {
-	for _, at := range []string{"restore.before-stop", "restore.after-stop", "restore.after-apply", "restore.after-stage"} {
+	for _, at := range []string{
+		"restore.before-stop", "restore.after-stop", "restore.after-apply", "restore.after-stage",
+	} {
 		b.counter("dr")
 		saved := b.saved("dr", "x")
 		b.counts("dr")
@@ -396,10 +400,13 @@ func restartInRestore(b *box) {
 	b.counts("rr")
 	saved := b.saved("rr", "x")
 	b.counts("rr")
-	for i, at := range []string{"restore.before-stop", "restore.after-stop", "restore.after-apply", "restore.after-stage"} {
+	for i, at := range []string{
+		"restore.before-stop", "restore.after-stop", "restore.after-apply", "restore.after-stage",
+	} {
 		r := b.begin(stopAt(at), "restore", "docker://rr", "x").stopped()
 		out, err := b.Try("restart", "-t", "0", "rr")
-		if at != "restore.before-stop" && at != "restore.after-stage" && (err == nil || !strings.Contains(out, "being restored")) {
+		if at != "restore.before-stop" && at != "restore.after-stage" &&
+			(err == nil || !strings.Contains(out, "being restored")) {
 			b.Errorf("%s: docker restart: %v: %s", at, err, out)
 		}
 		if res := r.goOn().wait(); res.code != 0 {
@@ -424,7 +431,8 @@ func restartInRestore(b *box) {
 }
 
 func healthChecks(b *box) {
-	b.counter("hc", "--health-cmd", "test -e /count", "--health-interval", "100ms", "--health-timeout", "1m", "--health-retries", "1")
+	b.counter("hc", "--health-cmd", "test -e /count", "--health-interval", "100ms", "--health-timeout", "1m",
+		"--health-retries", "1")
 	health := func() string { return b.state("hc", "{{.State.Health.Status}}") }
 	b.eventually("it is healthy", func() bool { return health() == "healthy" })
 	for i := range 8 {
@@ -433,7 +441,8 @@ func healthChecks(b *box) {
 	// For the daemon a paused one is unhealthy until it was asked again; but
 	// no check may have failed, or been held up.
 	b.eventually("it is healthy again", func() bool { return health() == "healthy" })
-	for line := range strings.Lines(b.state("hc", "{{range .State.Health.Log}}{{.ExitCode}} {{println .Output}}{{end}}")) {
+	for line := range strings.Lines(b.state("hc",
+		"{{range .State.Health.Log}}{{.ExitCode}} {{println .Output}}{{end}}")) {
 		// The OCI runtime refuses one that comes an instant too late.
 		if line = strings.TrimSpace(line); line != "" && line != "0" && !strings.Contains(line, "paused container") {
 			b.Errorf("a check ended with %s", line)
@@ -446,7 +455,8 @@ func healthChecks(b *box) {
 }
 
 func readOnly(b *box) {
-	b.run("ro", "--read-only", "--tmpfs", "/tmp", "bt", "sh", "-c", "i=0; while :; do i=$((i+1)); echo $i; echo $i > /tmp/new; mv /tmp/new /tmp/count; sleep 0.02; done")
+	b.run("ro", "--read-only", "--tmpfs", "/tmp", "bt", "sh", "-c",
+		"i=0; while :; do i=$((i+1)); echo $i; echo $i > /tmp/new; mv /tmp/new /tmp/count; sleep 0.02; done")
 	count := func() int {
 		return countIn(filepath.Join("/proc", b.state("ro", "{{.State.Pid}}"), "root/tmp/count"))
 	}
@@ -480,11 +490,13 @@ func autoRemoved(b *box) {
 }
 
 func plainRunc(b *box) {
-	b.Docker(b.T, "run", "-d", "--name", "plain", "-p", "127.0.0.1:18081:80", "-v", b.root+":/mnt:ro", "bt", "sh", "-c", counting)
+	b.Docker(b.T, "run", "-d", "--name", "plain", "-p", "127.0.0.1:18081:80", "-v", b.root+":/mnt:ro",
+		"bt", "sh", "-c", counting)
 	b.counts("plain")
 	b.ok("checkpoint", "docker://plain", "--name", "full")
 	b.counts("plain")
-	b.fails("restores nothing|docker run -d --runtime agentbox --name plain|-v "+b.root+":/mnt:ro|-p 127.0.0.1:18081:80/tcp|--files-only", "restore", "docker://plain", "full")
+	b.fails("restores nothing|docker run -d --runtime agentbox --name plain|-v "+b.root+
+		":/mnt:ro|-p 127.0.0.1:18081:80/tcp|--files-only", "restore", "docker://plain", "full")
 	b.is("plain", "running")
 	b.counts("plain")
 	b.Docker(b.T, "exec", "plain", "touch", "/extra")
@@ -500,7 +512,8 @@ func volumes(b *box) {
 	b.Cleanup(func() { b.Docker(b.T, "rm", "-f", "-v", "vol"); b.Docker(b.T, "volume", "rm", "ledger") })
 	b.counter("vol", "-v", "ledger:/data", "-v", "/anonymous", "-v", b.root+":/host:ro")
 	r := b.try(nil, "checkpoint", "docker://vol", "--name", "x")
-	if r.code != 0 || !strings.Contains(r.err+b.ok("checkpoint", "inspect", "docker://vol@x"), "/data is volume ledger and not part of the checkpoint") {
+	if r.code != 0 || !strings.Contains(r.err+b.ok("checkpoint", "inspect", "docker://vol@x"),
+		"/data is volume ledger and not part of the checkpoint") {
 		b.Errorf("%+v", r)
 	}
 	b.Docker(b.T, "exec", "vol", "sh", "-c", "echo kept > /data/f")
@@ -518,7 +531,8 @@ func volumes(b *box) {
 	b.fails("ledger is in use by other", "restore", "docker://vol", "with")
 	b.fails("ledger is in use by other", "checkpoint", "docker://vol", "--with-volumes")
 	b.counts("vol")
-	b.run("bound", "-v", b.Docker(b.T, "volume", "inspect", "-f", "{{.Mountpoint}}", "ledger")+":/d", "bt", "sleep", "1000")
+	b.run("bound", "-v", b.Docker(b.T, "volume", "inspect", "-f", "{{.Mountpoint}}", "ledger")+
+		":/d", "bt", "sleep", "1000")
 	b.fails("ledger is in use by bound, other", "restore", "docker://vol", "with")
 	b.Docker(b.T, "rm", "-f", "other")
 	b.fails("ledger is in use by bound", "restore", "docker://vol", "with")
@@ -538,7 +552,8 @@ func hostsFile(b *box) {
 	b.ok("checkpoint", "docker://hf", "--name", "full")
 	b.ok("checkpoint", "docker://hf", "--name", "files", "--files-only")
 	for _, name := range []string{"full", "files"} {
-		b.Docker(b.T, "exec", "hf", "sh", "-c", "echo 10.9.9.9 second >> /etc/hosts; echo nameserver 10.8.8.8 > /etc/resolv.conf")
+		b.Docker(b.T, "exec", "hf", "sh", "-c",
+			"echo 10.9.9.9 second >> /etc/hosts; echo nameserver 10.8.8.8 > /etc/resolv.conf")
 		b.ok("restore", "docker://hf", name)
 		if now := hosts(); now != then {
 			b.Errorf("after the restore of %s /etc/hosts is\n%s\nand was\n%s", name, now, then)
@@ -555,7 +570,8 @@ func hostsFile(b *box) {
 }
 
 func composeLabels(b *box) {
-	b.Docker(b.T, "run", "-d", "--name", "comp", "--label", "com.docker.compose.service=worker", "bt", "sh", "-c", counting)
+	b.Docker(b.T, "run", "-d", "--name", "comp", "--label", "com.docker.compose.service=worker",
+		"bt", "sh", "-c", counting)
 	b.counts("comp")
 	b.ok("checkpoint", "docker://comp", "--name", "x")
 	b.fails(`runtime: agentbox|docker compose up -d worker`, "restore", "docker://comp", "x")

@@ -25,7 +25,8 @@ func TestImagesOfDaemons(t *testing.T) {
 	t.Setenv("DOCKER_HOST", d.Host)
 	store := enginetest.Dir(t)
 	conf := filepath.Join(store, "storage.conf")
-	if err := os.WriteFile(conf, []byte("[storage]\ndriver = \"vfs\"\ngraphroot = \""+store+"/data\"\nrunroot = \""+store+"/run\"\n"), 0o600); err != nil {
+	if err := os.WriteFile(conf, []byte("[storage]\ndriver = \"vfs\"\ngraphroot = \""+store+"/data\"\nrunroot = \""+
+		store+"/run\"\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	t.Setenv("CONTAINERS_STORAGE_CONF", conf)

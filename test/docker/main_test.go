@@ -33,7 +33,8 @@ type host struct {
 func newHost(t *testing.T, config map[string]any) *host {
 	t.Helper()
 	bin := enginetest.Build(t, "failpoint", "agentbox", "agentbox-runtime")
-	d := enginetest.StartDockerd(t, enginetest.DockerdOptions{Wrapper: filepath.Join(bin, "agentbox-runtime"), Config: config})
+	d := enginetest.StartDockerd(t, enginetest.DockerdOptions{Wrapper: filepath.Join(bin,
+		"agentbox-runtime"), Config: config})
 	d.Import(t, "bt", backendtest.BusyboxLower(t)[0])
 	return &host{d, bin}
 }
@@ -64,7 +65,10 @@ func (h *host) box(t *testing.T) *box {
 				t.Errorf("left behind: docker %s: %s", what, out)
 			}
 		}
-		for _, dir := range []string{filepath.Join(h.StageRun, "restore"), filepath.Join(b.root, "run", "docker"), filepath.Join(b.root, "run", "mounts")} {
+		for _, dir := range []string{
+			filepath.Join(h.StageRun, "restore"), filepath.Join(b.root, "run", "docker"),
+			filepath.Join(b.root, "run", "mounts"),
+		} {
 			entries, _ := os.ReadDir(dir)
 			for _, e := range entries {
 				t.Errorf("left behind: %s", filepath.Join(dir, e.Name()))
@@ -82,7 +86,8 @@ type result struct {
 }
 
 func (b *box) command(ctx context.Context, env []string, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "agentbox"), append([]string{"--root", b.root, "--backend", "docker"}, args...)...)
+	cmd := exec.CommandContext(ctx, filepath.Join(b.bin, "agentbox"),
+		append([]string{"--root", b.root, "--backend", "docker"}, args...)...)
 	cmd.Env = append(append(os.Environ(), "DOCKER_HOST="+b.Host, "AGENTBOX_RUN="+b.StageRun), env...)
 	return cmd
 }
@@ -144,7 +149,9 @@ func (r *running) wait() result {
 		r.b.Fatalf("agentbox %q: %v: %s", r.args, err, r.err.String())
 	}
 	st, _ := r.cmd.ProcessState.Sys().(syscall.WaitStatus)
-	return result{r.out.String(), r.err.String(), r.cmd.ProcessState.ExitCode(), st.Signaled() && st.Signal() == syscall.SIGKILL}
+	return result{
+		r.out.String(), r.err.String(), r.cmd.ProcessState.ExitCode(), st.Signaled() && st.Signal() == syscall.SIGKILL,
+	}
 }
 
 func (b *box) ok(args ...string) string {
@@ -207,7 +214,9 @@ func (b *box) counter(name string, options ...string) {
 // upper is a path in a container's upperdir.
 func (b *box) upper(name, path string) string {
 	b.Helper()
-	id, dir, told := strings.Cut(b.state(name, `{{.Id}} {{with .GraphDriver}}{{with .Data}}{{.UpperDir}}{{end}}{{end}}`), " ")
+	id, dir, told := strings.Cut(
+		b.state(name, `{{.Id}} {{with .GraphDriver}}{{with .Data}}{{.UpperDir}}{{end}}{{end}}`),
+		" ")
 	if !told || dir == "" {
 		// With containerd's image store the daemon does not tell.
 		mount := b.Containerd.Ctr(b.T, "-n", "moby", "snapshots", "--snapshotter", "overlayfs", "mounts", "/x", id)

@@ -34,7 +34,8 @@ func committed(b *box) {
 	b.ok("run", "-d", "--name", "box", "bt", "sh", "-c", "sleep 1000")
 	b.Docker(b.T, "commit", "box", "taken")
 	defer b.Docker(b.T, "rmi", "taken")
-	theirs := b.Docker(b.T, "run", "-d", "--name", "theirs", "--entrypoint", "sh", "taken", "-c", "echo precious > /file; sleep 1000")
+	theirs := b.Docker(b.T, "run", "-d", "--name", "theirs", "--entrypoint", "sh", "taken", "-c",
+		"echo precious > /file; sleep 1000")
 	defer b.Docker(b.T, "rm", "-f", "theirs")
 	b.ok("recover")
 	b.is("box", "running")

@@ -17,7 +17,8 @@ func ownSandboxes(b *box) {
 	if out := b.ok("run", "--rm", "bt", "echo", "hello"); out != "hello" {
 		b.Errorf("run: %q", out)
 	}
-	b.ok("run", "-d", "--name", "mine", "-p", "127.0.0.1:18082:80", "-v", b.root+":/host:ro", "bt", "sh", "-c", "httpd -p 80 -h /etc; "+counting)
+	b.ok("run", "-d", "--name", "mine", "-p", "127.0.0.1:18082:80", "-v", b.root+":/host:ro", "bt", "sh", "-c",
+		"httpd -p 80 -h /etc; "+counting)
 	b.counts("mine")
 	address := b.state("mine", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}")
 	if out := b.ok("exec", "mine", "sh", "-c", "echo $AGENTBOX_SANDBOX_NAME $AGENTBOX_ATTEMPT"); out != "mine 1" {
@@ -27,7 +28,8 @@ func ownSandboxes(b *box) {
 	b.ok("exec", "mine", "sh", "-c", "echo x > /extra; rm /etc/base")
 	b.ok("restore", "mine", "one", "--verify")
 	b.counts("mine")
-	if out := b.ok("exec", "mine", "sh", "-c", "echo $AGENTBOX_SANDBOX_NAME $AGENTBOX_ATTEMPT; cat /etc/base; ls /extra 2>/dev/null; true"); out != "mine 2\nbase" {
+	if out := b.ok("exec", "mine", "sh", "-c",
+		"echo $AGENTBOX_SANDBOX_NAME $AGENTBOX_ATTEMPT; cat /etc/base; ls /extra 2>/dev/null; true"); out != "mine 2\nbase" {
 		b.Errorf("after the restore: %q", out)
 	}
 	b.eventually("its port answers", func() bool {
@@ -40,7 +42,8 @@ func ownSandboxes(b *box) {
 	if now := b.state("mine", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"); now != address {
 		b.Errorf("its address was %s and is %s", address, now)
 	}
-	if out := b.ok("exec", "mine", "ls", "-A", "/sys/fs/cgroup"); b.Docker(b.T, "info", "-f", "{{.CgroupVersion}}") == "1" && out != "" {
+	if out := b.ok("exec", "mine", "ls", "-A", "/sys/fs/cgroup"); b.Docker(b.T, "info", "-f",
+		"{{.CgroupVersion}}") == "1" && out != "" {
 		b.Errorf("it sees cgroups: %s", out)
 	}
 	// Gone, behind agentbox's back, and made again by a restore.
@@ -265,7 +268,8 @@ func TestRemappedUsers(t *testing.T) {
 		b.counts("far")
 		b.ok("restore", "docker://far", "full", "--files-only")
 		b.counts("far")
-		if out := b.Docker(t, "exec", "far", "sh", "-c", "stat -c %u /etc/base /count; ls /extra 2> /dev/null; true"); out != "0\n0" {
+		if out := b.Docker(t, "exec", "far", "sh", "-c",
+			"stat -c %u /etc/base /count; ls /extra 2> /dev/null; true"); out != "0\n0" {
 			t.Errorf("owners: %q", out)
 		}
 	})

@@ -40,7 +40,8 @@ func secrets(b *box) {
 		return false
 	}
 	write("1")
-	b.ok("run", "-d", "--name", "sec", "--network", "none", "--secret", "tok=file:"+file, "bt", "sh", "-c", "exec 3</run/secrets/tok; "+counting)
+	b.ok("run", "-d", "--name", "sec", "--network", "none", "--secret", "tok=file:"+file, "bt", "sh", "-c",
+		"exec 3</run/secrets/tok; "+counting)
 	b.counts("sec")
 	has("1")
 	if !mounted() {

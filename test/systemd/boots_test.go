@@ -66,7 +66,8 @@ func TestAfterReboot(t *testing.T) {
 	if err != nil || json.Unmarshal(data, &note) != nil {
 		t.Fatalf("what was before: %v, %s", err, data)
 	}
-	equal(t, "a clean end of the machine before", sh(t, "journalctl -b -1 -u agentbox --no-pager | tail -n 3 | grep -c 'Stopped agentbox.service'"), "1")
+	equal(t, "a clean end of the machine before",
+		sh(t, "journalctl -b -1 -u agentbox --no-pager | tail -n 3 | grep -c 'Stopped agentbox.service'"), "1")
 	serves(t, "0") // multi-user.target has brought it up
 	for _, name := range []string{"always", "head"} {
 		eventually(t, name+" is back", func() bool { return inspect(t, name).Status == "running" })
@@ -143,7 +144,9 @@ func work(name string, say func(string, ...any)) error {
 	var mine []string // newest last
 	for n := 1; ; n++ {
 		mark := strconv.FormatUint(rand.Uint64(), 36)
-		if _, err := do("exec", name, "sh", "-c", "echo "+mark+" >/mark; head -c 300000 /dev/urandom >/data; sha256sum /data >/sum; mkdir -p /d; touch /d/"+mark); err != nil {
+		if _, err := do("exec", name, "sh", "-c", "echo "+mark+
+			" >/mark; head -c 300000 /dev/urandom >/data; sha256sum /data >/sum; mkdir -p /d; touch /d/"+
+			mark); err != nil {
 			return err
 		}
 		say("begins checkpoint %s", name)

@@ -52,7 +52,8 @@ func TestPackage(t *testing.T) {
 		{"Installed again", p.again}, {"Purged", p.purged},
 	} {
 		if !t.Run(step.name, step.run) {
-			t.Fatalf("%s: what comes after it is not tried\n%s", step.name, sh(t, "journalctl -b -u agentbox --no-pager | tail -n 40"))
+			t.Fatalf("%s: what comes after it is not tried\n%s", step.name,
+				sh(t, "journalctl -b -u agentbox --no-pager | tail -n 40"))
 		}
 	}
 }
@@ -124,7 +125,8 @@ func (p *pack) upgraded(t *testing.T) {
 	}
 	equal(t, "how often systemd had to restart it", unit(t, "NRestarts"), "0")
 	equal(t, "the socket", socket(), bound)
-	equal(t, "what was disabled", sh(t, "systemctl is-enabled agentbox.service agentbox.socket || true"), "disabled\ndisabled")
+	equal(t, "what was disabled", sh(t,
+		"systemctl is-enabled agentbox.service agentbox.socket || true"), "disabled\ndisabled")
 	sh(t, "systemctl enable agentbox.service")
 	p.same(t)
 	p.goOn(t)
@@ -146,7 +148,8 @@ func (p *pack) removed(t *testing.T) {
 		t.Errorf("it does not say that sandboxes are left:\n%s", said)
 	}
 	p.gone(t)
-	if left := sh(t, "ls -d "+program+" /usr/bin/agentbox-runtime /run/agentbox/agentbox.sock /usr/lib/systemd/system/agentbox.* 2>/dev/null || true"); left != "" {
+	if left := sh(t, "ls -d "+program+
+		" /usr/bin/agentbox-runtime /run/agentbox/agentbox.sock /usr/lib/systemd/system/agentbox.* 2>/dev/null || true"); left != "" {
 		t.Errorf("it is there: %s", left)
 	}
 	equal(t, "processes of the service", sh(t, "pgrep -fx '"+program+" serve.*' || true"), "")
@@ -166,7 +169,8 @@ func (p *pack) removed(t *testing.T) {
 func (p *pack) notPurged(t *testing.T) {
 	data := kept(t)
 	out, err := command("dpkg", "--purge", "agentbox").CombinedOutput()
-	if err == nil || !strings.Contains(string(out), "sandboxes are left that have mounts in it") || !strings.Contains(string(out), "install agentbox again") {
+	if err == nil || !strings.Contains(string(out), "sandboxes are left that have mounts in it") ||
+		!strings.Contains(string(out), "install agentbox again") {
 		t.Errorf("purged beside sandboxes: %v\n%s", err, out)
 	}
 	equal(t, "the state of the package", state(t), "pc") // a purge is asked for, and its files are there
@@ -184,7 +188,8 @@ func (p *pack) again(t *testing.T) {
 		})
 		apt(t, "install", newer)
 		equal(t, "the socket", sh(t, "systemctl is-active agentbox.socket"), "active")
-		equal(t, "after a boot, too", sh(t, "systemctl is-enabled agentbox.socket agentbox.service"), "enabled\nenabled")
+		equal(t, "after a boot, too",
+			sh(t, "systemctl is-enabled agentbox.socket agentbox.service"), "enabled\nenabled")
 		agentbox(t, "ps")
 		serves(t, "0")
 	})
@@ -215,7 +220,9 @@ func (p *pack) purged(t *testing.T) {
 	// A process that waits for the expiry of something that is gone notices soon.
 	eventually(t, "no process is left", func() bool {
 		now = traces(t)
-		return !slices.ContainsFunc(now, func(l string) bool { return strings.HasPrefix(l, "process ") && !slices.Contains(p.were, l) })
+		return !slices.ContainsFunc(now, func(l string) bool {
+			return strings.HasPrefix(l, "process ") && !slices.Contains(p.were, l)
+		})
 	})
 	for _, l := range now {
 		if !slices.Contains(p.were, l) {

@@ -20,10 +20,12 @@ func TestService(t *testing.T) {
 		run  func(*testing.T)
 	}{
 		{"Activation", activation}, {"Verbs", verbs}, {"Journal", journal}, {"Confined", confined},
-		{"Restart", restart}, {"Killed", killed}, {"Watchdog", watchdog}, {"Drain", drain}, {"Slow start", slowStart}, {"Doctor", healthy}, {"Leaks", leaks},
+		{"Restart", restart}, {"Killed", killed}, {"Watchdog", watchdog}, {"Drain", drain}, {"Slow start", slowStart},
+		{"Doctor", healthy}, {"Leaks", leaks},
 	} {
 		if !t.Run(step.name, step.run) {
-			t.Fatalf("%s: what comes after it is not tried\n%s", step.name, sh(t, "systemctl status agentbox --no-pager -l -n 40 || true"))
+			t.Fatalf("%s: what comes after it is not tried\n%s", step.name,
+				sh(t, "systemctl status agentbox --no-pager -l -n 40 || true"))
 		}
 	}
 }
@@ -88,7 +90,9 @@ func journal(t *testing.T) {
 		t.Fatalf("it is there: %s", out)
 	}
 	eventually(t, "the journal has the request", func() bool {
-		return strings.Contains(sh(t, "journalctl -b -u agentbox SANDBOX=nope CLIENT_UID=0 STATUS=404 -o json --no-pager || true"), `"VERB":"get sandboxes"`)
+		return strings.Contains(
+			sh(t, "journalctl -b -u agentbox SANDBOX=nope CLIENT_UID=0 STATUS=404 -o json --no-pager || true"),
+			`"VERB":"get sandboxes"`)
 	})
 }
 
@@ -104,14 +108,17 @@ func confined(t *testing.T) {
 		return strings.TrimSpace(string(data))
 	}
 	equal(t, "its AppArmor profile", read("attr/current"), "agentbox-default (enforce)")
-	equal(t, "that of a command in it", agentbox(t, "exec", "c", "cat", "/proc/self/attr/current"), "agentbox-default (enforce)")
-	if out, err := exec.Command(program, "exec", "c", "head", "-c1", "/proc/kcore").CombinedOutput(); err == nil || !strings.Contains(string(out), "Permission denied") {
+	equal(t, "that of a command in it", agentbox(t, "exec", "c", "cat", "/proc/self/attr/current"),
+		"agentbox-default (enforce)")
+	if out, err := exec.Command(program, "exec", "c", "head", "-c1", "/proc/kcore").CombinedOutput(); err == nil ||
+		!strings.Contains(string(out), "Permission denied") {
 		t.Errorf("what the profile denies: %v: %s", err, out)
 	}
 	if got := read("cgroup"); !strings.HasPrefix(got, "0::/agentbox/"+c.ID) {
 		t.Errorf("its cgroup is %s", got)
 	}
-	equal(t, "no profile, when that is asked for", agentbox(t, "run", "--rm", "--network", "none", "--policy", "trusted", "--security-opt", "apparmor=unconfined", "busybox", "cat", "/proc/self/attr/current"), "unconfined")
+	equal(t, "no profile, when that is asked for", agentbox(t, "run", "--rm", "--network", "none", "--policy",
+		"trusted", "--security-opt", "apparmor=unconfined", "busybox", "cat", "/proc/self/attr/current"), "unconfined")
 }
 
 // Sandboxes do not notice a restart of the service, however it is done.
@@ -188,13 +195,16 @@ func slowStart(t *testing.T) {
 		"another": "printf '[Unit]\nWants=slow.service\nAfter=slow.service\n' >agentbox.service.d/slow.conf; " +
 			"printf '[Service]\nType=oneshot\nExecStart=/bin/sleep 20\n' >slow.service",
 	} {
-		sh(t, "cd "+units+"; mkdir -p agentbox.service.d; "+script+"; systemctl daemon-reload; systemctl stop agentbox.service")
+		sh(t, "cd "+units+"; mkdir -p agentbox.service.d; "+script+
+			"; systemctl daemon-reload; systemctl stop agentbox.service")
 		out, err := exec.Command(program, "inspect", "waited-"+name).CombinedOutput()
-		if err == nil || strings.Count(string(out), "waiting for the service to be started by systemd") != 1 || strings.Contains(string(out), "continuing without") {
+		if err == nil || strings.Count(string(out), "waiting for the service to be started by systemd") != 1 ||
+			strings.Contains(string(out), "continuing without") {
 			t.Errorf("%s: %v: %s", name, err, out)
 		}
 		eventually(t, "it was the service that answered", func() bool {
-			return strings.Contains(sh(t, "journalctl -b -u agentbox SANDBOX=waited-"+name+" STATUS=404 -o json --no-pager || true"), `"VERB":"get sandboxes"`)
+			return strings.Contains(sh(t, "journalctl -b -u agentbox SANDBOX=waited-"+name+
+				" STATUS=404 -o json --no-pager || true"), `"VERB":"get sandboxes"`)
 		})
 	}
 }

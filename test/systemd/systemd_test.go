@@ -61,7 +61,8 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(patience); !ok(); time.Sleep(200 * time.Millisecond) {
 		if time.Now().After(end) {
-			t.Fatalf("still not so after %v: %s\n%s", patience, what, sh(t, "journalctl -b -u agentbox --no-pager | tail -n 30"))
+			t.Fatalf("still not so after %v: %s\n%s", patience, what,
+				sh(t, "journalctl -b -u agentbox --no-pager | tail -n 30"))
 		}
 	}
 }
@@ -150,7 +151,8 @@ func leaks(t *testing.T) {
 	check("files", "/run/agentbox/*", all)
 	check("a cgroup", "/sys/fs/cgroup/agentbox/*", running)
 	for line := range strings.Lines(sh(t, "cut -d' ' -f5 /proc/self/mountinfo")) {
-		if rest, ok := strings.CutPrefix(strings.TrimSpace(line), root+"/sandboxes/"); ok && !running[rest[:min(32, len(rest))]] {
+		if rest, ok := strings.CutPrefix(strings.TrimSpace(line), root+"/sandboxes/"); ok &&
+			!running[rest[:min(32, len(rest))]] {
 			t.Errorf("a mount of no sandbox that runs: %s", line)
 		}
 	}

@@ -153,7 +153,8 @@ func (b *machines) tests(ctx context.Context, m *machine, name string, env ...st
 
 // reboot has a machine end itself in order, as for a reboot.
 func (m *machine) reboot(ctx context.Context, bound time.Duration) error {
-	if _, err := m.run(ctx, request{Args: []string{"systemctl", "--no-block", "reboot"}, Dir: "/", Seconds: 60}, io.Discard); err != nil && alive(m) {
+	if _, err := m.run(ctx, request{Args: []string{"systemctl", "--no-block", "reboot"}, Dir: "/", Seconds: 60},
+		io.Discard); err != nil && alive(m) {
 		return err
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, bound, fmt.Errorf("the guest did not end within %v", bound))
@@ -172,7 +173,9 @@ func (b *machines) cut(ctx context.Context, m *machine, w *work, verb string) (s
 	w.begin(verb)
 	ended := make(chan error, 1)
 	go func() {
-		_, err := m.run(ctx, request{Args: []string{b.suite.binary(payload), "-test.run=^TestWork$"}, Env: environment(b.o),
+		_, err := m.run(ctx, request{Args: []string{
+			b.suite.binary(payload), "-test.run=^TestWork$",
+		}, Env: environment(b.o),
 			Dir: filepath.Join(payload, "src", b.suite.pkg), Seconds: int(b.o.timeout.Seconds())}, w)
 		ended <- err
 	}()
@@ -216,7 +219,8 @@ func newWork() *work { return &work{least: map[string]time.Duration{}} }
 func (w *work) begin(verb string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.now, w.since, w.await, w.reached, w.line = map[string]string{}, map[string]time.Time{}, verb, make(chan struct{}), nil
+	w.now, w.since, w.await, w.reached, w.line = map[string]string{}, map[string]time.Time{}, verb,
+		make(chan struct{}), nil
 	w.said.Reset()
 }
 
@@ -299,8 +303,10 @@ func overlay(path, below string) error {
 	var head bytes.Buffer
 	extension := []uint32{0xe2792aca, 3, 0x72617700, 0, 0, 0} // the format of what is below: "raw"; the end
 	name := 104 + 4*len(extension)
-	for _, field := range []any{[]byte("QFI\xfb"), uint32(3), uint64(name), uint32(len(below)), uint32(bits), uint64(info.Size()), uint32(0),
-		uint32(entries), uint64(level1), uint64(tables), uint32(1), uint32(0), uint64(0), uint64(0), uint64(0), uint64(0), uint32(4), uint32(104), extension, []byte(below)} {
+	for _, field := range []any{[]byte("QFI\xfb"), uint32(3), uint64(name), uint32(len(below)), uint32(bits),
+		uint64(info.Size()), uint32(0),
+		uint32(entries), uint64(level1), uint64(tables), uint32(1), uint32(0), uint64(0), uint64(0), uint64(0),
+		uint64(0), uint32(4), uint32(104), extension, []byte(below)} {
 		if err := binary.Write(&head, binary.BigEndian, field); err != nil {
 			return err
 		}

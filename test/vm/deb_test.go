@@ -17,7 +17,8 @@ func TestDebVersion(t *testing.T) {
 		t.Helper()
 		cmd := exec.Command("sh", "-ec", script)
 		cmd.Dir = dir
-		cmd.Env = append(os.Environ(), "PATH="+filepath.Join(dir, ".git/stand-ins")+":"+os.Getenv("PATH"), "DEB_VERSION=", "TMPDIR="+t.TempDir())
+		cmd.Env = append(os.Environ(), "PATH="+filepath.Join(dir, ".git/stand-ins")+":"+os.Getenv("PATH"),
+			"DEB_VERSION=", "TMPDIR="+t.TempDir())
 		out, err := cmd.CombinedOutput()
 		if err != nil {
 			t.Fatalf("%s: %v\n%s", script, err, out)

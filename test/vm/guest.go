@@ -181,7 +181,8 @@ func goCommand(args []string) error {
 			return err
 		}
 		if err := copyFile(filepath.Join(payload, "built", tags, pkg), to); err != nil {
-			return fmt.Errorf("%s with tags %q was not built for this machine (see builds in test/vm): %w", w, tags, err)
+			return fmt.Errorf("%s with tags %q was not built for this machine (see builds in test/vm): %w", w, tags,
+				err)
 		}
 	}
 	return nil

@@ -63,7 +63,8 @@ func (s imageScript) program(name, script string) {
 
 func (s imageScript) command(env, script string, args ...string) *exec.Cmd {
 	cmd := exec.Command(filepath.Join(s.dir, script), args...)
-	cmd.Env = append(os.Environ(), "PATH="+filepath.Join(s.dir, "bin")+":"+os.Getenv("PATH"), "HERE="+s.dir, "AGENTBOX_CACHE="+filepath.Join(s.dir, "cache"))
+	cmd.Env = append(os.Environ(), "PATH="+filepath.Join(s.dir, "bin")+":"+os.Getenv("PATH"), "HERE="+s.dir,
+		"AGENTBOX_CACHE="+filepath.Join(s.dir, "cache"))
 	cmd.Env = append(cmd.Env, strings.Fields(env)...)
 	return cmd
 }
@@ -109,7 +110,8 @@ func TestImages(t *testing.T) {
 		t.Errorf("without a name it is %s, not %s, or was made again", again, usual)
 	}
 	other := s.made(from, "--image", "docker28")
-	if c := s.calls(); !strings.Contains(c, "\ndeb http://sid.example sid main\n") || !strings.Contains(c, "\nhttp://deb.debian.org/debian\n") {
+	if c := s.calls(); !strings.Contains(c, "\ndeb http://sid.example sid main\n") ||
+		!strings.Contains(c, "\nhttp://deb.debian.org/debian\n") {
 		t.Errorf("docker28 is made of %s", c)
 	}
 	if filepath.Dir(other) != filepath.Dir(usual) || !strings.HasPrefix(filepath.Base(other), "docker28-") {
@@ -228,12 +230,17 @@ func TestLocked(t *testing.T) {
 // However the making of an image or a root ends, nothing of it runs, and nothing of it is
 // mounted on the host, where it would be in the next one's way.
 func TestInterrupted(t *testing.T) {
-	for _, script := range [][]string{{"vm-image.sh", "--qemu"}, {"debian-image.sh", "trixie", "http://mirror.example"}, {"fresh-root.sh", "--mirror", "http://mirror.example", "trixie", "true"}} {
+	for _, script := range [][]string{
+		{"vm-image.sh", "--qemu"}, {"debian-image.sh", "trixie", "http://mirror.example"},
+		{"fresh-root.sh", "--mirror", "http://mirror.example", "trixie", "true"},
+	} {
 		for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGKILL} {
 			if sig == syscall.SIGINT && script[0] != "vm-image.sh" {
 				continue // a terminal sends it to mmdebstrap, too, which they wait for
 			}
-			t.Run(script[0]+" "+sig.String(), func(t *testing.T) { newImageScript(t).interrupted(sig, script[0], script[1:]...) })
+			t.Run(script[0]+" "+sig.String(), func(t *testing.T) {
+				newImageScript(t).interrupted(sig, script[0], script[1:]...)
+			})
 		}
 	}
 }
@@ -296,7 +303,8 @@ mkdir -p "$HERE/r/proc" "$HERE/r/sys" "$HERE/r/dev" "$HERE/r/run" "$HERE/r/etc" 
 	if err := os.Mkdir(filepath.Join(s.dir, "scripts"), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Rename(filepath.Join(s.dir, "fresh-root.sh"), filepath.Join(s.dir, "scripts/fresh-root.sh")); err != nil {
+	if err := os.Rename(filepath.Join(s.dir, "fresh-root.sh"),
+		filepath.Join(s.dir, "scripts/fresh-root.sh")); err != nil {
 		t.Fatal(err)
 	}
 	cmd := s.command("X=", "scripts/fresh-root.sh", "--mirror", "http://mirror.example", "trixie", "true")
@@ -310,7 +318,8 @@ mkdir -p "$HERE/r/proc" "$HERE/r/sys" "$HERE/r/dev" "$HERE/r/run" "$HERE/r/etc" 
 	if !bound.Stop() {
 		t.Error("it did not end by itself")
 	}
-	if err == nil || !strings.Contains(said.String(), "no tap here") || !strings.Contains(said.String(), "slirp4netns made no network") {
+	if err == nil || !strings.Contains(said.String(), "no tap here") ||
+		!strings.Contains(said.String(), "slirp4netns made no network") {
 		t.Errorf("it ended with %v and says %q", err, said.String())
 	}
 	if left, _ := filepath.Glob(filepath.Join(s.dir, "cache/fresh/run.*")); len(left) > 0 {

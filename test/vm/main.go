@@ -85,7 +85,8 @@ func parse(args []string) (o options, err error) {
 	f.BoolVar(&o.list, "list", false, "list the suites and the images, and end")
 	f.BoolVar(&o.verbose, "v", false, "the output of all tests as it comes, not only of those that fail")
 	f.BoolVar(&o.long, "long", false, "all that can be tried, as make test-long")
-	f.BoolVar(&o.resume, "resume", false, "go on with a run that was cut off: suites that have passed are not run again while all that they are made of is the same")
+	f.BoolVar(&o.resume, "resume", false,
+		"go on with a run that was cut off: suites that have passed are not run again while all that they are made of is the same")
 	f.StringVar(&o.accel, "accel", "auto", "`auto`, kvm or tcg (emulated)")
 	f.IntVar(&o.cpus, "cpus", 2, "CPUs of the machine")
 	f.IntVar(&o.memory, "memory", 4096, "its memory in `MB`")
@@ -210,7 +211,9 @@ func host(ctx context.Context, args []string) error {
 
 // runSuites runs, in one machine, the command or all suites that need none of
 // their own.
-func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []suite, o options, rec record) (all []result, facts string, err error) {
+func runSuites(
+	ctx context.Context, q *emulator, opts machineOptions, list []suite, o options, rec record,
+) (all []result, facts string, err error) {
 	list = slices.DeleteFunc(slices.Clone(list), func(s suite) bool { return s.boots })
 	if len(list) == 0 && o.command == "" {
 		return nil, "", nil
@@ -224,7 +227,9 @@ func runSuites(ctx context.Context, q *emulator, opts machineOptions, list []sui
 	defer m.off()
 	fmt.Fprintf(os.Stderr, "up after %.0f s\n", time.Since(begun).Seconds())
 	if o.command != "" {
-		code, err := m.run(ctx, request{Args: []string{"sh", "-c", o.command}, Env: environment(o), Dir: "/root", Seconds: int(o.timeout.Seconds())}, os.Stdout)
+		code, err := m.run(ctx, request{
+			Args: []string{"sh", "-c", o.command}, Env: environment(o), Dir: "/root", Seconds: int(o.timeout.Seconds()),
+		}, os.Stdout)
 		if err == nil && code != 0 {
 			err = fmt.Errorf("the command ended with %d", code)
 		}
@@ -259,7 +264,9 @@ func alive(m *machine) bool {
 
 // environment is what tests and commands in the guest have.
 func environment(o options) []string {
-	env := []string{"AGENTBOX_VM=1", "HOME=/root", "PATH=/payload/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+	env := []string{
+		"AGENTBOX_VM=1", "HOME=/root", "PATH=/payload/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+	}
 	if o.long {
 		env = append(env, "AGENTBOX_LONG=1")
 	}
@@ -280,9 +287,13 @@ func (m *machine) runSuite(ctx context.Context, s suite, o options, rec record, 
 }
 
 // runTests runs tests of a suite in the guest, and adds their events to what is kept.
-func (m *machine) runTests(ctx context.Context, s suite, which string, env []string, o options, kept io.Writer) (r result) {
+func (m *machine) runTests(
+	ctx context.Context, s suite, which string, env []string, o options, kept io.Writer,
+) (r result) {
 	r.suite = s
-	args := []string{s.binary(payload), "-test.v=test2json", "-test.paniconexit0", "-test.timeout=" + o.timeout.String()}
+	args := []string{
+		s.binary(payload), "-test.v=test2json", "-test.paniconexit0", "-test.timeout=" + o.timeout.String(),
+	}
 	if which != "" {
 		args = append(args, "-test.run="+which)
 	}
@@ -314,7 +325,10 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 		}
 		tallied <- err
 	}()
-	code, err := m.run(ctx, request{Args: args, Env: append(environment(o), env...), Dir: filepath.Join(payload, "src", s.pkg), Seconds: int(o.timeout.Seconds()) + 30}, in)
+	code, err := m.run(ctx, request{
+		Args: args, Env: append(environment(o), env...), Dir: filepath.Join(payload, "src", s.pkg),
+		Seconds: int(o.timeout.Seconds()) + 30,
+	}, in)
 	_ = in.Close()
 	r.err = errors.Join(<-tallied, err, convert.Wait())
 	_, ended := errors.AsType[refused](err)
@@ -332,7 +346,9 @@ func (m *machine) runTests(ctx context.Context, s suite, which string, env []str
 	if r.err != nil {
 		// Without it the events end as if more were to come.
 		enc := json.NewEncoder(kept)
-		r.err = errors.Join(r.err, enc.Encode(event{Action: "output", Package: modulePath + "/" + s.pkg, Output: r.err.Error() + "\n"}),
+		r.err = errors.Join(r.err, enc.Encode(event{
+			Action: "output", Package: modulePath + "/" + s.pkg, Output: r.err.Error() + "\n",
+		}),
 			enc.Encode(event{Action: "fail", Package: modulePath + "/" + s.pkg}))
 	}
 	return r

@@ -127,7 +127,8 @@ func freeMB(dir string) (uint64, error) {
 func enough(dir string) error {
 	mb, err := freeMB(dir)
 	if err == nil && mb < workNowMB {
-		err = fmt.Errorf("%s has %d MB free and the machine needs %d; AGENTBOX_CACHE puts it elsewhere", dir, mb, workNowMB)
+		err = fmt.Errorf("%s has %d MB free and the machine needs %d; AGENTBOX_CACHE puts it elsewhere", dir, mb,
+			workNowMB)
 	}
 	return err
 }
@@ -143,7 +144,8 @@ func makePayload(ctx context.Context, dir string, list []suite, o options, machi
 	}
 	root := payloadIn(dir)
 	fmt.Fprintln(os.Stderr, "compiling")
-	if err := errors.Join(os.MkdirAll(filepath.Join(root, "bin"), 0o755), os.MkdirAll(filepath.Join(root, "src"), 0o755)); err != nil {
+	if err := errors.Join(os.MkdirAll(filepath.Join(root, "bin"), 0o755),
+		os.MkdirAll(filepath.Join(root, "src"), 0o755)); err != nil {
 		return nil, err
 	}
 	if err := compile(ctx, root, list); err != nil {
@@ -189,24 +191,28 @@ func makeDisks(ctx context.Context, dir string) error {
 	if err := errors.Join(os.RemoveAll(root), enough(dir)); err != nil {
 		return err
 	}
-	return disk(ctx, filepath.Join(dir, "work.img"), "work", workMB, "-O", "quota,project", "-E", "quotatype=prjquota,lazy_itable_init=1,lazy_journal_init=1")
+	return disk(ctx, filepath.Join(dir, "work.img"), "work", workMB, "-O", "quota,project", "-E",
+		"quotatype=prjquota,lazy_itable_init=1,lazy_journal_init=1")
 }
 
 // compile makes this program, the programs that tests build, and the tests. Their commit
 // is not in them: of the same sources they are the same.
 func compile(ctx context.Context, root string, list []suite) error {
-	if err := run(ctx, "go", "build", "-buildvcs=false", "-ldflags", "-s -w", "-o", filepath.Join(root, "vm"), "./test/vm"); err != nil {
+	if err := run(ctx, "go", "build", "-buildvcs=false", "-ldflags", "-s -w", "-o", filepath.Join(root, "vm"),
+		"./test/vm"); err != nil {
 		return err
 	}
 	for tags, packages := range builds {
 		for _, p := range packages {
-			if err := run(ctx, "go", "build", "-buildvcs=false", "-tags", tags, "-ldflags", "-s -w", "-o", filepath.Join(root, "built", tags, p), "./"+p); err != nil {
+			if err := run(ctx, "go", "build", "-buildvcs=false", "-tags", tags, "-ldflags", "-s -w", "-o",
+				filepath.Join(root, "built", tags, p), "./"+p); err != nil {
 				return err
 			}
 		}
 	}
 	for _, s := range list {
-		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint vm", "-ldflags", "-s -w", "-o", s.binary(root), "./"+s.pkg); err != nil {
+		if err := run(ctx, "go", "test", "-c", "-vet=off", "-tags", "failpoint vm", "-ldflags", "-s -w", "-o",
+			s.binary(root), "./"+s.pkg); err != nil {
 			return err
 		}
 	}
@@ -220,7 +226,8 @@ func debPackage(ctx context.Context, version, to string) error {
 	if err := os.Mkdir(dir, 0o755); err != nil {
 		return err
 	}
-	if err := run(ctx, "env", "DEB_VERSION="+version, "DEB_OUT="+dir, "TMPDIR="+dir, "scripts/deb.sh", "amd64"); err != nil {
+	if err := run(ctx, "env", "DEB_VERSION="+version, "DEB_OUT="+dir, "TMPDIR="+dir,
+		"scripts/deb.sh", "amd64"); err != nil {
 		return err
 	}
 	return errors.Join(os.Rename(filepath.Join(dir, "agentbox_"+version+"_amd64.deb"), to), os.RemoveAll(dir))

@@ -49,7 +49,8 @@ func hostQEMU(ctx context.Context) (*emulator, string) {
 func debianQEMU(root string) *emulator {
 	lib := filepath.Join(root, "usr/lib/x86_64-linux-gnu")
 	return &emulator{
-		args: []string{filepath.Join(root, "lib64/ld-linux-x86-64.so.2"), "--library-path", lib, filepath.Join(root, "usr/bin/qemu-system-x86_64"),
+		args: []string{filepath.Join(root, "lib64/ld-linux-x86-64.so.2"), "--library-path", lib,
+			filepath.Join(root, "usr/bin/qemu-system-x86_64"),
 			"-L", filepath.Join(root, "usr/share/qemu"), "-L", filepath.Join(root, "usr/share/seabios")},
 		env: []string{"QEMU_MODULE_DIR=" + filepath.Join(lib, "qemu")},
 	}
@@ -70,7 +71,8 @@ func (q *emulator) pickAccel(ctx context.Context, kernel string) string {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	args := append(append([]string{}, q.args[1:]...), kvm...)
-	args = append(args, "-machine", "q35", "-m", "512", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+	args = append(args, "-machine", "q35", "-m", "512", "-nodefaults", "-no-user-config",
+		"-display", "none", "-no-reboot",
 		"-kernel", kernel, "-append", "console=ttyS0 earlyprintk=ttyS0 panic=-1", "-serial", "stdio")
 	cmd := exec.CommandContext(ctx, q.args[0], args...)
 	cmd.Env = append(os.Environ(), q.env...)
@@ -141,7 +143,8 @@ const boots = 3
 func boot(ctx context.Context, q *emulator, opts machineOptions) (m *machine, ready string, err error) {
 	for n := 1; ; n++ {
 		m, ready, err = bootOnce(ctx, q, opts)
-		again := (errors.Is(err, errCrashed) || errors.Is(err, errHangs) && opts.Disk == "") && !errors.Is(err, errDisks)
+		again := (errors.Is(err, errCrashed) || errors.Is(err, errHangs) && opts.Disk == "") &&
+			!errors.Is(err, errDisks)
 		if n == boots || !again {
 			return m, ready, err
 		}
@@ -167,7 +170,8 @@ func bootOnce(ctx context.Context, q *emulator, opts machineOptions) (_ *machine
 		"-drive", "if=virtio,format=raw,readonly=on,file="+filepath.Join(opts.Dir, "payload.img"),
 		"-drive", "if=virtio,format=raw,cache=unsafe,discard=unmap,file="+filepath.Join(opts.Dir, "work.img"),
 		"-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",
-		"-device", "virtio-serial", "-chardev", "socket,id=port,server=on,wait=off,path="+sock, "-device", "virtserialport,chardev=port,name=agentbox")
+		"-device", "virtio-serial", "-chardev", "socket,id=port,server=on,wait=off,path="+sock, "-device",
+		"virtserialport,chardev=port,name=agentbox")
 	m := &machine{dir: opts.Dir, ended: make(chan struct{})}
 	m.cmd = exec.Command(q.args[0], args...)
 	// A write that does not fit here is an error of the guest's disk: by default QEMU stops the
@@ -282,7 +286,8 @@ func (m *machine) why(err error) error {
 		err = errors.New("the guest's kernel panicked")
 	case <-m.ended:
 		err = fmt.Errorf("QEMU ended: %v", m.cmd.ProcessState)
-		if w, ok := m.cmd.ProcessState.Sys().(syscall.WaitStatus); ok && w.Signaled() && w.Signal() != syscall.SIGKILL && w.Signal() != syscall.SIGTERM {
+		if w, ok := m.cmd.ProcessState.Sys().(syscall.WaitStatus); ok && w.Signaled() &&
+			w.Signal() != syscall.SIGKILL && w.Signal() != syscall.SIGTERM {
 			err = fmt.Errorf("%w: %v", errCrashed, m.cmd.ProcessState)
 		}
 		if said := strings.TrimSpace(m.stderr.String()); said != "" {
@@ -293,7 +298,8 @@ func (m *machine) why(err error) error {
 			return err
 		}
 	}
-	return fmt.Errorf("%w\nthe end of its console (all of it: %s):\n%s", errors.Join(m.diskFailed(), err), m.console.path, m.console.tail())
+	return fmt.Errorf("%w\nthe end of its console (all of it: %s):\n%s", errors.Join(m.diskFailed(), err),
+		m.console.path, m.console.tail())
 }
 
 // diskFailed is an error once this host could not read or write what the guest's disks
@@ -305,7 +311,8 @@ func (m *machine) diskFailed() error {
 		return nil
 	}
 	free, err := freeMB(m.dir)
-	return errors.Join(fmt.Errorf("%w, which are in %s, where %d MB are free; AGENTBOX_CACHE puts them elsewhere", errDisks, m.dir, free), err)
+	return errors.Join(fmt.Errorf("%w, which are in %s, where %d MB are free; AGENTBOX_CACHE puts them elsewhere",
+		errDisks, m.dir, free), err)
 }
 
 // off ends the guest. Nothing of it is worth an orderly end: its disks go, too.

@@ -48,7 +48,10 @@ func (c record) end(r result, facts string) result {
 	if !r.ok() || digest == "" {
 		return r
 	}
-	p := passed{Digest: digest, Passed: r.passed, Skipped: r.skipped, Seconds: r.took.Seconds(), Ended: time.Now(), Facts: facts}
+	p := passed{
+		Digest: digest, Passed: r.passed, Skipped: r.skipped, Seconds: r.took.Seconds(),
+		Ended: time.Now(), Facts: facts,
+	}
 	data, err := json.Marshal(p)
 	if err == nil {
 		// A part of it is no JSON: not passed.
@@ -66,7 +69,10 @@ func (c record) earlier(s suite) (result, bool) {
 	if err != nil || json.Unmarshal(data, &p) != nil || p.Digest == "" || p.Digest != c.digests[s.pkg] {
 		return result{}, false
 	}
-	return result{suite: s, passed: p.Passed, skipped: p.Skipped, took: time.Duration(p.Seconds * float64(time.Second)), facts: p.Facts, before: p.Ended}, true
+	return result{
+		suite: s, passed: p.Passed, skipped: p.Skipped, took: time.Duration(p.Seconds * float64(time.Second)),
+		facts: p.Facts, before: p.Ended,
+	}, true
 }
 
 // split tells suites that have passed before, with what they came to, from those that

@@ -25,17 +25,31 @@ func TestDigest(t *testing.T) {
 		o       options
 		changed []suite
 	}{
-		"nothing":         {nil, "", options{}, nil},
-		"a program":       {func(root string) error { return os.WriteFile(root+"/built/agentbox", []byte("2"), 0o644) }, "", options{}, []suite{a, b, boots}},
-		"a source's name": {func(root string) error { return os.Rename(root+"/src/x", root+"/src/y") }, "", options{}, []suite{a, b, boots}},
-		"a source's mode": {func(root string) error { return os.Chmod(root+"/src/x", 0o755) }, "", options{}, []suite{a, b, boots}},
+		"nothing": {nil, "", options{}, nil},
+		"a program": {func(root string) error {
+			return os.WriteFile(root+"/built/agentbox", []byte("2"), 0o644)
+		}, "", options{}, []suite{a, b, boots}},
+		"a source's name": {func(root string) error {
+			return os.Rename(root+"/src/x", root+"/src/y")
+		}, "", options{}, []suite{a, b, boots}},
+		"a source's mode": {func(root string) error {
+			return os.Chmod(root+"/src/x", 0o755)
+		}, "", options{}, []suite{a, b, boots}},
 		"where a link points": {func(root string) error {
 			return errors.Join(os.Remove(root+"/bin/go"), os.Symlink("vm2", root+"/bin/go"))
 		}, "", options{}, []suite{a, b, boots}},
-		"a test's source":     {func(root string) error { return os.WriteFile(root+"/src/x_test.go", []byte("2"), 0o644) }, "", options{}, nil},
-		"its tests":           {func(root string) error { return os.WriteFile(b.binary(root), []byte("2"), 0o644) }, "", options{}, []suite{b}},
-		"the package":         {func(root string) error { return os.WriteFile(root+"/agentbox.deb", []byte("2"), 0o644) }, "", options{}, []suite{boots}},
-		"the older package":   {func(root string) error { return os.Remove(root + "/older.deb") }, "", options{}, []suite{boots}},
+		"a test's source": {func(root string) error {
+			return os.WriteFile(root+"/src/x_test.go", []byte("2"), 0o644)
+		}, "", options{}, nil},
+		"its tests": {func(root string) error {
+			return os.WriteFile(b.binary(root), []byte("2"), 0o644)
+		}, "", options{}, []suite{b}},
+		"the package": {func(root string) error {
+			return os.WriteFile(root+"/agentbox.deb", []byte("2"), 0o644)
+		}, "", options{}, []suite{boots}},
+		"the older package": {func(root string) error {
+			return os.Remove(root + "/older.deb")
+		}, "", options{}, []suite{boots}},
 		"the image":           {nil, "trixie-2", options{}, []suite{a, b, boots}},
 		"the tests asked for": {nil, "", options{run: "TestX"}, []suite{a, b, boots}},
 		"the power cuts":      {nil, "", options{cuts: 20}, []suite{boots}},
@@ -43,7 +57,9 @@ func TestDigest(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			root, list := t.TempDir(), []suite{a, b, boots}
-			for _, path := range []string{"built/agentbox", "src/x", "agentbox.deb", "older.deb", "tests/a", "tests/b-c", "tests/d"} {
+			for _, path := range []string{
+				"built/agentbox", "src/x", "agentbox.deb", "older.deb", "tests/a", "tests/b-c", "tests/d",
+			} {
 				put(t, filepath.Join(root, path), "1")
 			}
 			put(t, filepath.Join(root, "bin/agentbox"), "1")
@@ -117,7 +133,8 @@ func TestResume(t *testing.T) {
 		t.Errorf("with one that passed %q are to be run", names)
 	}
 	before, _ := rec.split(list)
-	if r := before[0]; r.passed != 3 || r.skipped != 1 || !r.ok() || r.took != 90*time.Second || r.facts != "Linux" || time.Since(r.before) > time.Minute {
+	if r := before[0]; r.passed != 3 || r.skipped != 1 || !r.ok() || r.took != 90*time.Second || r.facts != "Linux" ||
+		time.Since(r.before) > time.Minute {
 		t.Errorf("it came to %+v", r)
 	}
 	other := record{dir: rec.dir, digests: map[string]string{"good": "2", "bad": "1", "late": "1", "none": "1"}}

@@ -71,7 +71,8 @@ func TestHostFull(t *testing.T) {
 		}
 		eventually(t, "the guest has an error", func() bool { return m.diskFailed() != nil })
 		r := m.runTests(t.Context(), suite{pkg: "p"}, "", nil, options{timeout: time.Minute}, io.Discard)
-		if r.passed != 1 || r.ok() || !strings.Contains(r.String(), "machine's disks, which are in "+m.dir) || alive(m) {
+		if r.passed != 1 || r.ok() || !strings.Contains(r.String(),
+			"machine's disks, which are in "+m.dir) || alive(m) {
 			t.Errorf("the result is %s; alive: %v", r, alive(m))
 		}
 	})
@@ -83,7 +84,8 @@ func TestHostFull(t *testing.T) {
 		}
 		defer full.Close()
 		r := m.runTests(t.Context(), suite{pkg: "p"}, "", nil, options{timeout: time.Minute}, full)
-		if r.ok() || !strings.Contains(r.String(), "no space left on device") || !errors.Is(r.err, errUnkept) || alive(m) {
+		if r.ok() || !strings.Contains(r.String(), "no space left on device") ||
+			!errors.Is(r.err, errUnkept) || alive(m) {
 			t.Errorf("the result is %s; alive: %v", r, alive(m))
 		}
 	})
@@ -116,7 +118,8 @@ func TestEventsEnd(t *testing.T) {
 			}
 			dir := t.TempDir()
 			r := m.runSuite(ctx, suite{pkg: "p"}, options{timeout: time.Minute}, record{dir: dir}, "")
-			if r.err == nil || !strings.Contains(r.err.Error(), c.want) || strings.Join(r.failures, "") != "TestA (it did not end)" {
+			if r.err == nil || !strings.Contains(r.err.Error(), c.want) ||
+				strings.Join(r.failures, "") != "TestA (it did not end)" {
 				t.Errorf("the result is %+v", r)
 			}
 			data, err := os.ReadFile(filepath.Join(dir, "p.json"))
@@ -125,7 +128,8 @@ func TestEventsEnd(t *testing.T) {
 			}
 			lines := strings.Split(strings.TrimSpace(string(data)), "\n")
 			var why, last event
-			if err := errors.Join(json.Unmarshal([]byte(lines[len(lines)-2]), &why), json.Unmarshal([]byte(lines[len(lines)-1]), &last)); err != nil {
+			if err := errors.Join(json.Unmarshal([]byte(lines[len(lines)-2]), &why),
+				json.Unmarshal([]byte(lines[len(lines)-1]), &last)); err != nil {
 				t.Fatal(err)
 			}
 			if !strings.Contains(why.Output, c.want) || last.Action != "fail" || last.Test != "" {

@@ -64,7 +64,9 @@ var suites = []suite{
 
 // builds are the programs that tests build, by the tags they do it with.
 var builds = map[string][]string{
-	"": {"cmd/agentbox", "cmd/agentbox-runtime", "cmd/docker-agentbox", "test/testdata/steady", "test/testdata/echo", "test/testdata/escape", "test/testdata/waits", "test/testdata/stops", "test/testdata/state", "test/testdata/unaccepted",
+	"": {"cmd/agentbox", "cmd/agentbox-runtime", "cmd/docker-agentbox", "test/testdata/steady", "test/testdata/echo",
+		"test/testdata/escape", "test/testdata/waits", "test/testdata/stops", "test/testdata/state",
+		"test/testdata/unaccepted",
 		"criu/testdata/ping", "criu/testdata/watch", "criu/testdata/moves", "criu/testdata/talk"},
 	"failpoint": {"cmd/agentbox", "cmd/agentbox-runtime", "cmd/docker-agentbox"},
 }
@@ -155,7 +157,8 @@ func (r result) String() string {
 	} else if !r.ok() {
 		word = "FAIL"
 	}
-	s := fmt.Sprintf("%s  %-26s %4d passed %4d failed %4d skipped %8.1fs", word, r.suite.pkg, r.passed, r.failed, r.skipped, r.took.Seconds())
+	s := fmt.Sprintf("%s  %-26s %4d passed %4d failed %4d skipped %8.1fs", word, r.suite.pkg, r.passed, r.failed,
+		r.skipped, r.took.Seconds())
 	if !r.before.IsZero() {
 		s += "  on " + r.before.Format("2006-01-02 15:04")
 	}

@@ -22,7 +22,9 @@ func fakeQEMU(t *testing.T, script string) (*emulator, machineOptions) {
 	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+script), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	return &emulator{args: []string{path}}, machineOptions{Dir: dir, Console: filepath.Join(dir, "console"), Boot: 20 * time.Second, CPUs: 1, Memory: 64}
+	return &emulator{args: []string{path}}, machineOptions{
+		Dir: dir, Console: filepath.Join(dir, "console"), Boot: 20 * time.Second, CPUs: 1, Memory: 64,
+	}
 }
 
 func TestBootFails(t *testing.T) {
@@ -32,9 +34,17 @@ func TestBootFails(t *testing.T) {
 		listen bool
 		want   []string
 	}{
-		"QEMU ends":  {"echo no such machine >&2; exit 3", time.Minute, false, []string{"QEMU ended: exit status 3", "no such machine"}},
-		"a panic":    {"echo '[1.2] Kernel panic - not syncing: no init'; echo more; exec sleep 60", time.Minute, true, []string{"kernel panicked", "no init", "more"}},
-		"it hangs":   {"echo Loading; exec sleep 60", 300 * time.Millisecond, false, []string{"not up within 300ms", "Loading"}},
+		"QEMU ends": {
+			"echo no such machine >&2; exit 3", time.Minute, false,
+			[]string{"QEMU ended: exit status 3", "no such machine"},
+		},
+		"a panic": {
+			"echo '[1.2] Kernel panic - not syncing: no init'; echo more; exec sleep 60", time.Minute, true,
+			[]string{"kernel panicked", "no init", "more"},
+		},
+		"it hangs": {
+			"echo Loading; exec sleep 60", 300 * time.Millisecond, false, []string{"not up within 300ms", "Loading"},
+		},
 		"it crashes": {"kill -SEGV $$", time.Minute, false, []string{"QEMU crashed: signal: segmentation fault"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -82,13 +92,15 @@ func TestBootAgain(t *testing.T) {
 		{"exec sleep 60", 1, "its own", 1, "the guest was not up within 2s"},
 		{"echo 'I/O error, dev vda'; exec sleep 60", 3, "", 1, "this host failed the machine's disks"},
 	} {
-		q, opts := fakeQEMU(t, fmt.Sprintf("cd ${0%%/*}; echo >>boots; [ $(wc -l <boots) -gt %d ] && exit 3; %s", c.faults, c.fault))
+		q, opts := fakeQEMU(t, fmt.Sprintf("cd ${0%%/*}; echo >>boots; [ $(wc -l <boots) -gt %d ] && exit 3; %s",
+			c.faults, c.fault))
 		opts.Boot, opts.Disk = 2*time.Second, c.disk
 		_, _, err := boot(t.Context(), q, opts)
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%d times %q: %v, want %q", c.faults, c.fault, err, c.want)
 		}
-		if said, err := os.ReadFile(opts.Console); err != nil || strings.Count(string(said), "==> a machine is booted") != c.boots {
+		if said, err := os.ReadFile(opts.Console); err != nil ||
+			strings.Count(string(said), "==> a machine is booted") != c.boots {
 			t.Errorf("%d times %q: the console's log is %q, %v", c.faults, c.fault, said, err)
 		}
 		if said, err := os.ReadFile(filepath.Join(opts.Dir, "boots")); err != nil || len(said) != c.boots {
@@ -129,7 +141,8 @@ func TestTally(t *testing.T) {
 	}
 	// One that ends without a test's failure, as by a leak found in the end.
 	r = result{}
-	if err := r.tally(strings.NewReader(`{"Action":"output","Output":"left behind\n"}`+"\n"+`{"Action":"fail"}`), &shown, false); err != nil || r.ok() {
+	if err := r.tally(strings.NewReader(`{"Action":"output","Output":"left behind\n"}`+"\n"+`{"Action":"fail"}`),
+		&shown, false); err != nil || r.ok() {
 		t.Errorf("the result is %+v (%v)", r, err)
 	}
 }
@@ -146,10 +159,12 @@ func TestTallyOfABound(t *testing.T) {
 `
 	var shown strings.Builder
 	r := result{suite: suite{pkg: "p"}}
-	if err := r.tally(strings.NewReader(events), &shown, false); err == nil || err.Error() != "ended after 5s, which is its bound (-timeout)" {
+	if err := r.tally(strings.NewReader(events), &shown, false); err == nil ||
+		err.Error() != "ended after 5s, which is its bound (-timeout)" {
 		t.Errorf("the error is %v", err)
 	}
-	if r.passed != 1 || r.failed != 1 || fmt.Sprint(r.failures) != "[TestB (it did not end)]" || !strings.Contains(shown.String(), "goroutine 7") {
+	if r.passed != 1 || r.failed != 1 || fmt.Sprint(r.failures) != "[TestB (it did not end)]" ||
+		!strings.Contains(shown.String(), "goroutine 7") {
 		t.Errorf("the result is %+v, shown: %q", r, shown.String())
 	}
 }
@@ -172,13 +187,17 @@ func TestParts(t *testing.T) {
 			t.Errorf("%s passed: %v", c.name, ok)
 		}
 	}
-	if !errors.Is(r.err, ended) || !strings.Contains(r.err.Error(), "TestService: ended") || !strings.Contains(r.err.Error(), "TestAfterReboot: it was not run") || r.ok() || r.passed != 2 {
+	if !errors.Is(r.err, ended) || !strings.Contains(r.err.Error(), "TestService: ended") ||
+		!strings.Contains(r.err.Error(), "TestAfterReboot: it was not run") || r.ok() || r.passed != 2 {
 		t.Errorf("the suite is %+v", r)
 	}
 }
 
 func TestTopLevel(t *testing.T) {
-	for run, want := range map[string]string{"": "", "TestService/Restart": "TestService", "A/x|^B$/y/z|C": "A|^B$|C", "[/|]a/b": "[/|]a", "(A/|B)/c": "(A/|B)", `A\/b/c`: `A\/b`} {
+	for run, want := range map[string]string{
+		"": "", "TestService/Restart": "TestService", "A/x|^B$/y/z|C": "A|^B$|C", "[/|]a/b": "[/|]a",
+		"(A/|B)/c": "(A/|B)", `A\/b/c`: `A\/b`,
+	} {
 		if got := topLevel(run); got != want {
 			t.Errorf("%q: %q, want %q", run, got, want)
 		}
@@ -187,7 +206,8 @@ func TestTopLevel(t *testing.T) {
 
 // A suite that ran nothing proves nothing.
 func TestVerdict(t *testing.T) {
-	ok, none, lost := result{suite: suite{pkg: "a"}, passed: 1}, result{suite: suite{pkg: "b"}, skipped: 1}, result{suite: suite{pkg: "c"}, err: errors.New("QEMU ended")}
+	ok, none, lost := result{suite: suite{pkg: "a"}, passed: 1}, result{suite: suite{pkg: "b"}, skipped: 1},
+		result{suite: suite{pkg: "c"}, err: errors.New("QEMU ended")}
 	for _, c := range []struct {
 		run     string
 		results []result
@@ -202,12 +222,14 @@ func TestVerdict(t *testing.T) {
 	} {
 		var said strings.Builder
 		list := make([]suite, len(c.results))
-		if err := verdict(&said, list, c.results, "", c.run); err == nil && c.want != "" || err != nil && err.Error() != c.want {
+		if err := verdict(&said, list, c.results, "", c.run); err == nil && c.want != "" ||
+			err != nil && err.Error() != c.want {
 			t.Errorf("%q of %+v: %v, want %q", c.run, c.results, err, c.want)
 		}
 	}
 	var said strings.Builder
-	if err := verdict(&said, []suite{{pkg: "a"}, {pkg: "d"}}, []result{ok}, "", ""); err == nil || !strings.Contains(said.String(), "not run: d") {
+	if err := verdict(&said, []suite{{pkg: "a"}, {pkg: "d"}}, []result{ok}, "", ""); err == nil ||
+		!strings.Contains(said.String(), "not run: d") {
 		t.Errorf("with one that was not begun: %v, %q", err, said.String())
 	}
 	if !strings.HasPrefix(none.String(), "NONE") {
@@ -219,12 +241,16 @@ func TestVerdict(t *testing.T) {
 func TestWorkSays(t *testing.T) {
 	w := newWork()
 	w.begin("restore")
-	for _, part := range []string{"work: begins checkpoint w0\nwork: rea", "dy a x s\nnoise\nwork: ready b y s\nwork: goes a\n", "work: begins restore w0\nwork: ready c"} {
+	for _, part := range []string{
+		"work: begins checkpoint w0\nwork: rea", "dy a x s\nnoise\nwork: ready b y s\nwork: goes a\n",
+		"work: begins restore w0\nwork: ready c",
+	} {
 		if _, err := w.Write([]byte(part)); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if len(w.ready) != 1 || w.ready[0] != "b y s" || w.now["w0"] != "restore" || w.least["checkpoint"] == 0 || w.failed != "" {
+	if len(w.ready) != 1 || w.ready[0] != "b y s" || w.now["w0"] != "restore" ||
+		w.least["checkpoint"] == 0 || w.failed != "" {
 		t.Errorf("%+v", w)
 	}
 	select {
@@ -257,7 +283,8 @@ func TestOverlay(t *testing.T) {
 		t.Fatal(err)
 	}
 	at, size := binary.BigEndian.Uint64(data[8:]), binary.BigEndian.Uint32(data[16:])
-	if string(data[:4]) != "QFI\xfb" || string(data[at:at+uint64(size)]) != below || binary.BigEndian.Uint64(data[24:]) != 12<<30 {
+	if string(data[:4]) != "QFI\xfb" || string(data[at:at+uint64(size)]) != below ||
+		binary.BigEndian.Uint64(data[24:]) != 12<<30 {
 		t.Errorf("its header is %q", data[:200])
 	}
 	if err := os.Truncate(below, 5<<40); err != nil {
@@ -285,7 +312,8 @@ func TestPackageOf(t *testing.T) {
 
 func TestImageFlag(t *testing.T) {
 	for _, i := range images {
-		if o, err := parse([]string{"-image", i.name, "overlay"}); err != nil || o.image != i.name || len(o.suites) != 1 {
+		if o, err := parse([]string{"-image", i.name, "overlay"}); err != nil ||
+			o.image != i.name || len(o.suites) != 1 {
 			t.Errorf("-image %s: %+v (%v)", i.name, o, err)
 		}
 	}
@@ -293,7 +321,9 @@ func TestImageFlag(t *testing.T) {
 		t.Errorf("without the flag: %+v (%v)", o, err)
 	}
 	// A useless argument is refused before minutes go into an image.
-	for want, args := range map[string][]string{"docker28": {"-image", "nothing"}, "auto, kvm or tcg": {"-accel", "xen"}, "missing closing": {"-run", "("}} {
+	for want, args := range map[string][]string{
+		"docker28": {"-image", "nothing"}, "auto, kvm or tcg": {"-accel", "xen"}, "missing closing": {"-run", "("},
+	} {
 		if _, err := parse(args); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v", args, err)
 		}

@@ -22,7 +22,8 @@ const (
 )
 
 func mmap(at, size uintptr, prot, flags int) uintptr {
-	got, _, errno := unix.Syscall6(unix.SYS_MMAP, at, size, uintptr(prot), uintptr(unix.MAP_PRIVATE|unix.MAP_ANON|flags), ^uintptr(0), 0)
+	got, _, errno := unix.Syscall6(unix.SYS_MMAP, at, size, uintptr(prot),
+		uintptr(unix.MAP_PRIVATE|unix.MAP_ANON|flags), ^uintptr(0), 0)
 	check(errno)
 	return got
 }
@@ -78,7 +79,8 @@ func main() {
 	if os.Args[1] == "write" {
 		fill(at(first), 'b')
 	} else {
-		_, _, errno := unix.Syscall6(unix.SYS_MREMAP, second, area, area, unix.MREMAP_MAYMOVE|unix.MREMAP_FIXED, first, 0)
+		_, _, errno := unix.Syscall6(unix.SYS_MREMAP, second, area, area,
+			unix.MREMAP_MAYMOVE|unix.MREMAP_FIXED, first, 0)
 		check(errno)
 	}
 	say("done")

@@ -17,7 +17,8 @@ func main() {
 	case "serve":
 		serve()
 	case "lock":
-		copy(must(unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)), "shared by all")
+		copy(must(unix.Mmap(-1, 0, 1<<20, unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_SHARED|unix.MAP_ANONYMOUS)), "shared by all")
 		must(0, unix.Flock(must(unix.Open("/lock", unix.O_RDWR|unix.O_CREAT, 0o600)), unix.LOCK_EX))
 	default:
 		call()
@@ -28,13 +29,16 @@ func main() {
 }
 
 func serve() {
-	stream, abstract, packets, files := listen("/s", unix.SOCK_STREAM), listen("@a", unix.SOCK_STREAM), listen("/q", unix.SOCK_SEQPACKET), listen("/fds", unix.SOCK_STREAM)
+	stream, abstract, packets, files := listen("/s", unix.SOCK_STREAM), listen("@a", unix.SOCK_STREAM),
+		listen("/q", unix.SOCK_SEQPACKET), listen("/fds", unix.SOCK_STREAM)
 	listen("/late", unix.SOCK_STREAM)
 	tcp := must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0))
 	must(0, unix.Bind(tcp, &unix.SockaddrInet4{Port: 7777, Addr: [4]byte{127, 0, 0, 1}}))
 	must(0, unix.Listen(tcp, 5))
 	touch("/listening")
-	ends := map[string]int{"stream": accept(stream), "abstract": accept(abstract), "packets": accept(packets), "files": accept(files)}
+	ends := map[string]int{
+		"stream": accept(stream), "abstract": accept(abstract), "packets": accept(packets), "files": accept(files),
+	}
 	ends["pair"] = receive(ends["files"])[0]
 	accept(tcp)
 	wait("/called")
@@ -47,7 +51,9 @@ func serve() {
 	for _, fd := range receive(ends["files"]) {
 		fmt.Fprintf(&out, "flown: %s\n", drain(fd))
 	}
-	for _, name := range []string{"stream", "abstract", "packets", "files", "pair", "dialed", "unaccepted", "datagram"} {
+	for _, name := range []string{
+		"stream", "abstract", "packets", "files", "pair", "dialed", "unaccepted", "datagram",
+	} {
 		fmt.Fprintf(&out, "%s: %s", name, drain(ends[name]))
 		err := unix.Sendto(ends[name], []byte("x"), unix.MSG_NOSIGNAL, nil)
 		fmt.Fprintf(&out, " (%v)\n", err)
@@ -79,7 +85,8 @@ func call() {
 	must(0, unix.Close(flown[1]))
 	send(flown[0], "in flight")
 	dial("/late", unix.SOCK_STREAM)
-	must(0, unix.Connect(must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)), &unix.SockaddrInet4{Port: 7777, Addr: [4]byte{127, 0, 0, 1}}))
+	must(0, unix.Connect(must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)),
+		&unix.SockaddrInet4{Port: 7777, Addr: [4]byte{127, 0, 0, 1}}))
 	touch("/called")
 	send(accept(in), "dialed")
 	wait("/live")

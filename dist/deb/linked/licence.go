@@ -71,7 +71,8 @@ func licencesIn(m *module, dir string) ([]licence, error) {
 	var found []licence
 	for _, e := range entries {
 		is, notice := licenceName.MatchString(e.Name()), noticeName.MatchString(e.Name())
-		if !e.Type().IsRegular() || !is && !notice || unlinked.MatchString(e.Name()) || strings.HasSuffix(e.Name(), ".go") {
+		if !e.Type().IsRegular() || !is && !notice || unlinked.MatchString(e.Name()) ||
+			strings.HasSuffix(e.Name(), ".go") {
 			continue
 		}
 		data, err := os.ReadFile(filepath.Join(dir, e.Name()))

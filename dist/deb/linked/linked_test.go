@@ -14,7 +14,8 @@ import (
 func TestRuntime(t *testing.T) {
 	dir := t.TempDir()
 	program := filepath.Join(dir, "agentbox-runtime")
-	if out, err := exec.Command("go", "build", "-ldflags", "-s -w", "-o", program, "../../../cmd/agentbox-runtime").CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-ldflags", "-s -w", "-o", program,
+		"../../../cmd/agentbox-runtime").CombinedOutput(); err != nil {
 		t.Fatalf("go build: %v\n%s", err, out)
 	}
 	copyright, bom := filepath.Join(dir, "copyright"), filepath.Join(dir, "bom")
@@ -70,7 +71,8 @@ func TestRuntime(t *testing.T) {
 	if len(want) > 0 || list.Metadata.Component.Version != "1.2.3" {
 		t.Errorf("version %q, not listed: %v", list.Metadata.Component.Version, want)
 	}
-	if !strings.Contains(text, "Copyright 2009 The Go Authors") || !strings.Contains(text, "this list of conditions and the following disclaimer") {
+	if !strings.Contains(text, "Copyright 2009 The Go Authors") ||
+		!strings.Contains(text, "this list of conditions and the following disclaimer") {
 		t.Error("the terms of golang.org/x/sys are missing")
 	}
 }
@@ -82,7 +84,8 @@ func TestUnknown(t *testing.T) {
 	if _, err := findLicences(m); err == nil || !strings.Contains(err.Error(), "example.org/m v1: no licence") {
 		t.Errorf("nothing: %v", err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "LICENSE"), []byte("You may look at this on Sundays, if you ask first.\n"), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, "LICENSE"),
+		[]byte("You may look at this on Sundays, if you ask first.\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := findLicences(m); err == nil || !strings.Contains(err.Error(), "LICENSE") {

@@ -43,7 +43,8 @@ func main() {
 	bom := flag.String("sbom", "", "write the bill of materials to `FILE`")
 	version := flag.String("version", "", "the `VERSION` of agentbox")
 	flag.Usage = func() {
-		fmt.Fprintln(flag.CommandLine.Output(), "usage: linked [-copyright FILE] [-sbom FILE] -version VERSION BINARY...")
+		fmt.Fprintln(flag.CommandLine.Output(),
+			"usage: linked [-copyright FILE] [-sbom FILE] -version VERSION BINARY...")
 		flag.PrintDefaults()
 	}
 	flag.Parse()
@@ -108,12 +109,14 @@ func inspect(paths []string) (binaries []binary, modules map[string]*module, tar
 		b := binary{name: filepath.Base(p), pkg: info.Path}
 		for _, dep := range append(info.Deps, &debug.Module{Path: stdPath, Version: info.GoVersion}) {
 			if dep.Replace != nil {
-				return nil, nil, "", fmt.Errorf("%s: %s is replaced by %s: whose licence counts?", p, dep.Path, dep.Replace.Path)
+				return nil, nil, "", fmt.Errorf("%s: %s is replaced by %s: whose licence counts?", p,
+					dep.Path, dep.Replace.Path)
 			}
 			if had := modules[dep.Path]; had == nil {
 				modules[dep.Path] = &module{path: dep.Path, version: dep.Version, sum: dep.Sum}
 			} else if had.version != dep.Version {
-				return nil, nil, "", fmt.Errorf("%s has %s %s, another binary %s", p, dep.Path, dep.Version, had.version)
+				return nil, nil, "", fmt.Errorf("%s has %s %s, another binary %s", p, dep.Path,
+					dep.Version, had.version)
 			}
 			b.modules = append(b.modules, dep.Path)
 		}
@@ -138,7 +141,8 @@ func locate(b binary, settings map[string]string, goVersion string, modules map[
 		args = append(args, "-tags", tags)
 	}
 	cmd := exec.Command("go", append(args, b.pkg)...)
-	cmd.Env = append(os.Environ(), "GOOS="+settings["GOOS"], "GOARCH="+settings["GOARCH"], "CGO_ENABLED="+settings["CGO_ENABLED"])
+	cmd.Env = append(os.Environ(), "GOOS="+settings["GOOS"], "GOARCH="+settings["GOARCH"],
+		"CGO_ENABLED="+settings["CGO_ENABLED"])
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -175,7 +179,8 @@ func addPackages(r io.Reader, modules map[string]*module) error {
 		}
 		m := modules[p.Module.Path]
 		if m == nil || m.version != p.Module.Version {
-			return fmt.Errorf("%s %s is not what is linked: the binary is not of this tree", p.Module.Path, p.Module.Version)
+			return fmt.Errorf("%s %s is not what is linked: the binary is not of this tree",
+				p.Module.Path, p.Module.Version)
 		}
 		m.dir = p.Module.Dir
 		if !slices.Contains(m.packages, p.Dir) {

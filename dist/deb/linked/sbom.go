@@ -21,8 +21,11 @@ func writeBOM(w io.Writer, version, target string, binaries []binary, modules []
 	var refs []string
 	for _, b := range binaries {
 		ref := "binary/" + b.name
-		parts = append(parts, cdx.Component{BOMRef: ref, Type: cdx.ComponentTypeApplication, Name: b.name, Version: version,
-			Properties: &[]cdx.Property{{Name: "agentbox:package", Value: b.pkg}, {Name: "agentbox:target", Value: target}}})
+		parts = append(parts, cdx.Component{BOMRef: ref, Type: cdx.ComponentTypeApplication,
+			Name: b.name, Version: version,
+			Properties: &[]cdx.Property{
+				{Name: "agentbox:package", Value: b.pkg}, {Name: "agentbox:target", Value: target},
+			}})
 		refs = append(refs, ref)
 		var needs []string
 		for _, m := range b.modules {
@@ -34,7 +37,8 @@ func writeBOM(w io.Writer, version, target string, binaries []binary, modules []
 	var list []cdx.Component
 	for _, m := range modules {
 		c := cdx.Component{BOMRef: "module/" + m.path, Type: cdx.ComponentTypeLibrary, Name: m.path, Version: m.version,
-			PackageURL: "pkg:golang/" + m.path + "@" + strings.ReplaceAll(m.version, "+", "%2B"), Scope: cdx.ScopeRequired}
+			PackageURL: "pkg:golang/" + m.path + "@" + strings.ReplaceAll(m.version, "+", "%2B"),
+			Scope:      cdx.ScopeRequired}
 		if m.path == stdPath {
 			c.PackageURL = "pkg:golang/std@" + strings.TrimPrefix(m.version, "go")
 		}

@@ -96,7 +96,8 @@ func (c *cloner) dir(from, to *os.File, path string, m meta) error {
 		return wrap("copy", path, err)
 	}
 	if id != c.mount {
-		return fmt.Errorf("%w: %q is a mount point: unmount it first, or make a tar archive without it", fault.ErrInvalid, path)
+		return fmt.Errorf("%w: %q is a mount point: unmount it first, or make a tar archive without it",
+			fault.ErrInvalid, path)
 	}
 	if st, err := fstat(from); err != nil || (inode{st.Dev, st.Ino}) == c.self {
 		return fmt.Errorf("%w: the directory holds the place that it would be copied to", fault.ErrInvalid)

@@ -63,7 +63,9 @@ func LookDir(layer *os.File, path string) (d Dir, state DirState, err error) {
 	}
 	state.There = true
 	d = Dir{Mode: st.Mode & 0o7777, UID: int(st.Uid), GID: int(st.Gid), Mtime: st.Mtim}
-	d.xattrs, err = xattrs(h, func(name string) bool { return !HostXattr(name) && !strings.HasPrefix(name, "trusted.overlay.") })
+	d.xattrs, err = xattrs(h, func(name string) bool {
+		return !HostXattr(name) && !strings.HasPrefix(name, "trusted.overlay.")
+	})
 	return d, state, wrap("look at", path, err)
 }
 

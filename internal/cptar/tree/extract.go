@@ -42,7 +42,8 @@ type ExtractOptions struct {
 	IDs        *idmap.Map // of the directory's mount; nil: the host's
 	Owners     bool       // owners as in the archive, else the caller's
 	Privileged bool       // setuid, setgid and sticky bits, and devices
-	Dirs       bool       // existing directories take the archive's mode, owner and time; never the top one, unless Fresh
+	// existing directories take the archive's mode, owner and time; never the top one, unless Fresh
+	Dirs bool
 	// Fresh says that the directory was made for this archive: the last entry
 	// of a name wins, and directories that have no entry of their own get a
 	// fixed mode and time, so that the same archive always gives the same tree.
@@ -192,7 +193,8 @@ func badTar(err error, first bool) error {
 // relative, as tar does; a ".." is refused.
 func (x *extractor) split(name string) ([]string, error) {
 	if name == "" || len(name) > maxPath || strings.ContainsRune(name, 0) {
-		return nil, fmt.Errorf("%w: the archive holds a name that is empty, too long or not a name: %.100q", fault.ErrInvalid, name)
+		return nil, fmt.Errorf("%w: the archive holds a name that is empty, too long or not a name: %.100q",
+			fault.ErrInvalid, name)
 	}
 	parts := strings.Split(strings.TrimLeft(name, "/"), "/")
 	if x.opts.Rename != "" {
@@ -313,7 +315,8 @@ func (x *extractor) meta(hdr *tar.Header) (meta, error) {
 		}
 		if !ok {
 			if strings.HasPrefix(key, "SCHILY.acl.") && x.opts.Xattr != nil && !plainACL(value) {
-				x.report.skip(hdr.Name, "its access control list is written in text; make the archive with --xattrs instead of --acls")
+				x.report.skip(hdr.Name,
+					"its access control list is written in text; make the archive with --xattrs instead of --acls")
 			}
 			continue
 		}
@@ -372,7 +375,8 @@ func Xattrs(hdr *tar.Header) (map[string]string, error) {
 // plainACL reports whether a list repeats nothing but the mode bits.
 func plainACL(text string) bool {
 	for line := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == '\n' }) {
-		if !strings.HasPrefix(line, "user::") && !strings.HasPrefix(line, "group::") && !strings.HasPrefix(line, "other::") {
+		if !strings.HasPrefix(line, "user::") && !strings.HasPrefix(line, "group::") &&
+			!strings.HasPrefix(line, "other::") {
 			return false
 		}
 	}

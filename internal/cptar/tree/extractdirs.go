@@ -75,7 +75,8 @@ func (x *extractor) step(dir *os.File, parts []string, i int) (*os.File, error) 
 		made = err == nil
 	}
 	if err == unix.ELOOP || err == unix.ENOTDIR {
-		err = fmt.Errorf("%w: the entry lies below %q, which is not a directory", fault.ErrInvalid, strings.Join(parts[:i+1], "/"))
+		err = fmt.Errorf("%w: the entry lies below %q, which is not a directory", fault.ErrInvalid,
+			strings.Join(parts[:i+1], "/"))
 	}
 	if err != nil {
 		return nil, err

@@ -51,7 +51,9 @@ type Owner struct{ UID, GID int }
 func Pack(ctx context.Context, dir *os.File, base string, w io.Writer, opts PackOptions) (Report, error) {
 	bw := bufio.NewWriterSize(w, chunk)
 	raw := &frameWriter{w: bw, frame: opts.Frame}
-	p := &packer{ctx: ctx, raw: raw, tw: tar.NewWriter(raw), opts: opts, buf: make([]byte, chunk), links: map[inode]string{}}
+	p := &packer{
+		ctx: ctx, raw: raw, tw: tar.NewWriter(raw), opts: opts, buf: make([]byte, chunk), links: map[inode]string{},
+	}
 	h, err := handle(dir, base)
 	if err != nil {
 		return p.report, wrap("read", opts.Name, err)

@@ -51,7 +51,8 @@ func (x *extractor) place(dir *os.File, base, path string, make func() error) er
 }
 
 func (x *extractor) file(dir *os.File, base, path string, hdr *tar.Header, r io.Reader, m meta) (err error) {
-	sparse := hdr.Typeflag == tar.TypeGNUSparse || hdr.PAXRecords[paxSparse+"realsize"] != "" || hdr.PAXRecords[paxSparse+"size"] != "" || hdr.PAXRecords[paxSparse+"map"] != ""
+	sparse := hdr.Typeflag == tar.TypeGNUSparse || hdr.PAXRecords[paxSparse+"realsize"] != "" ||
+		hdr.PAXRecords[paxSparse+"size"] != "" || hdr.PAXRecords[paxSparse+"map"] != ""
 	if sparse && hdr.Size > maxSparse {
 		return fmt.Errorf("%w: a sparse file of %d bytes", fault.ErrInvalid, hdr.Size)
 	}
@@ -104,7 +105,8 @@ func (x *extractor) link(dir *os.File, base, path, target string) error {
 		return err
 	}
 	from := strings.Join(parts, "/")
-	missing := fmt.Errorf("%w: a hard link to %q, which is not a file in the archive before it", fault.ErrInvalid, target)
+	missing := fmt.Errorf("%w: a hard link to %q, which is not a file in the archive before it",
+		fault.ErrInvalid, target)
 	if len(parts) == 0 || x.made != nil && !x.made[from] {
 		return missing
 	}

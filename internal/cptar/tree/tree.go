@@ -236,7 +236,8 @@ func (m meta) applyOpen(f *os.File) error {
 	}
 	times := [2]unix.Timespec{m.mtime, m.mtime}
 	// No path at all means the descriptor, which x/sys cannot say.
-	if _, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times)), 0, 0, 0); errno != 0 {
+	if _, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0,
+		uintptr(unsafe.Pointer(&times)), 0, 0, 0); errno != 0 {
 		return fmt.Errorf("set time: %w", errno)
 	}
 	return nil
@@ -317,7 +318,9 @@ func wrap(verb, name string, err error) error {
 	}
 	err = fmt.Errorf("%s %q: %w", verb, name, err)
 	if errno, ok := asErrno(err); ok && (errno == unix.ENOSPC || errno == unix.EDQUOT) {
-		return &fault.Error{Op: "write files", Hint: "Free some disk space and try again; nothing half-made is kept.", Err: err}
+		return &fault.Error{
+			Op: "write files", Hint: "Free some disk space and try again; nothing half-made is kept.", Err: err,
+		}
 	}
 	return err
 }

@@ -72,7 +72,8 @@ func nasty(t *testing.T, dir string, sockets bool) {
 	}
 	ok(t, unix.Setxattr(in("a/file"), "user.k", []byte("v\x00=\n"), 0))
 	ok(t, unix.Setxattr(in("a/file"), "user.a=b", []byte("w"), 0))
-	ok(t, unix.Setxattr(in("a/suid"), "security.capability", []byte("\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0))
+	ok(t, unix.Setxattr(in("a/suid"), "security.capability",
+		[]byte("\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), 0))
 	ok(t, unix.Lsetxattr(in("abs"), "trusted.link", []byte("1"), 0))
 	ok(t, exec.Command("setfacl", "-m", "u:1000:rx,d:u:1001:rwx", in("a/b")).Run())
 	ok(t, os.WriteFile(in("a/b/noacl"), []byte("x"), 0o600))
@@ -93,7 +94,10 @@ func nasty(t *testing.T, dir string, sockets bool) {
 	ok(t, os.WriteFile(in("zeros"), make([]byte, 300_000), 0o644))
 	ok(t, os.WriteFile(in("big"), bytes.Repeat([]byte("0123456789abcdef\x00"), 50_000), 0o644))
 	var paths []string
-	ok(t, filepath.WalkDir(dir, func(p string, _ os.DirEntry, err error) error { paths = append(paths, p); return err }))
+	ok(t, filepath.WalkDir(dir, func(p string, _ os.DirEntry, err error) error {
+		paths = append(paths, p)
+		return err
+	}))
 	for i := len(paths) - 1; i >= 0; i-- {
 		ts := unix.Timespec{Sec: int64(i)*77_777_777 - 300_000_000, Nsec: int64(i)*1_234_567 + 1}
 		ok(t, unix.UtimesNanoAt(unix.AT_FDCWD, paths[i], []unix.Timespec{ts, ts}, unix.AT_SYMLINK_NOFOLLOW))
@@ -157,7 +161,8 @@ func TestRoundTrip(t *testing.T) {
 	want := listing(t, src)
 
 	start := time.Now()
-	rep2, err := Extract(ctx, open(t, dst), bytes.NewReader(archive), ExtractOptions{Owners: true, Privileged: true, Fresh: true, Xattr: allX})
+	rep2, err := Extract(ctx, open(t, dst), bytes.NewReader(archive),
+		ExtractOptions{Owners: true, Privileged: true, Fresh: true, Xattr: allX})
 	ok(t, err)
 	t.Logf("extract: %v", time.Since(start))
 	ok(t, touchLike(dst))
@@ -177,7 +182,8 @@ func TestRoundTrip(t *testing.T) {
 
 	// GNU tar reads the same out of it.
 	gnu := t.TempDir()
-	cmd := exec.Command("tar", "-xpf", "-", "-C", gnu, "--numeric-owner", "--xattrs", "--xattrs-include=*", "--exclude=./a/file", "--exclude=./a/b/hard")
+	cmd := exec.Command("tar", "-xpf", "-", "-C", gnu, "--numeric-owner", "--xattrs", "--xattrs-include=*",
+		"--exclude=./a/file", "--exclude=./a/b/hard")
 	cmd.Stdin = bytes.NewReader(archive)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Errorf("tar: %v\n%s", err, out)
@@ -190,7 +196,8 @@ func TestRoundTrip(t *testing.T) {
 			t.Errorf("%q differs under GNU tar: %+v %+v", f, a, b)
 		}
 		if a.Mode&unix.S_IFMT == unix.S_IFREG {
-			if out, err := exec.Command("cmp", filepath.Join(dst, f), filepath.Join(gnu, f)).CombinedOutput(); err != nil {
+			if out, err := exec.Command("cmp", filepath.Join(dst, f),
+				filepath.Join(gnu, f)).CombinedOutput(); err != nil {
 				t.Errorf("%s", out)
 			}
 		}
@@ -251,7 +258,8 @@ func TestClone(t *testing.T) {
 	ok(t, os.Mkdir(src+"/mnt", 0o755))
 	ok(t, unix.Mount("tmpfs", src+"/mnt", "tmpfs", 0, ""))
 	defer unix.Unmount(src+"/mnt", unix.MNT_DETACH)
-	if _, err := Clone(ctx, open(t, src), open(t, t.TempDir()), CloneOptions{}); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "mount point") {
+	if _, err := Clone(ctx, open(t, src), open(t, t.TempDir()), CloneOptions{}); !errors.Is(err, fault.ErrInvalid) ||
+		!strings.Contains(err.Error(), "mount point") {
 		t.Errorf("a mount point: %v", err)
 	}
 	in := t.TempDir()
@@ -310,19 +318,27 @@ func TestHostile(t *testing.T) {
 		fresh error // nil: must work
 		used  error
 	}{
-		"dotdot":               {[]ent{file("../evil", "x")}, fault.ErrInvalid, fault.ErrInvalid},
-		"dotdot inside":        {[]ent{file("a/../../evil", "x")}, fault.ErrInvalid, fault.ErrInvalid},
-		"absolute":             {[]ent{file("/evil", "x")}, nil, nil},
-		"symlink parent":       {[]ent{link("l", "../outside"), file("l/evil", "x")}, fault.ErrInvalid, fault.ErrInvalid},
-		"symlink chain":        {[]ent{link("l", "m"), link("m", ".."), file("l/outside/evil", "x")}, fault.ErrInvalid, fault.ErrInvalid},
+		"dotdot":        {[]ent{file("../evil", "x")}, fault.ErrInvalid, fault.ErrInvalid},
+		"dotdot inside": {[]ent{file("a/../../evil", "x")}, fault.ErrInvalid, fault.ErrInvalid},
+		"absolute":      {[]ent{file("/evil", "x")}, nil, nil},
+		"symlink parent": {
+			[]ent{link("l", "../outside"), file("l/evil", "x")}, fault.ErrInvalid, fault.ErrInvalid,
+		},
+		"symlink chain": {
+			[]ent{link("l", "m"), link("m", ".."), file("l/outside/evil", "x")}, fault.ErrInvalid, fault.ErrInvalid,
+		},
 		"symlink parent abs":   {[]ent{link("l", "/"), dir("l/evil")}, fault.ErrInvalid, fault.ErrInvalid},
 		"write over symlink":   {[]ent{link("l", "../outside/secret"), file("l", "x")}, nil, nil},
 		"dir over symlink":     {[]ent{link("l", "../outside"), dir("l"), file("l/evil", "x")}, nil, fault.ErrExists},
 		"old symlink":          {[]ent{file("out/evil", "x")}, nil, fault.ErrInvalid},
 		"dir over old symlink": {[]ent{dir("out"), file("out/evil", "x")}, nil, fault.ErrExists},
-		"hard link out":        {[]ent{hard("h", "../outside/secret"), file("h", "x")}, fault.ErrInvalid, fault.ErrInvalid},
-		"hard link abs":        {[]ent{hard("h", "/etc/passwd")}, fault.ErrInvalid, fault.ErrInvalid},
-		"hard link via link":   {[]ent{link("l", "../outside"), hard("h", "l/secret")}, fault.ErrInvalid, fault.ErrInvalid},
+		"hard link out": {
+			[]ent{hard("h", "../outside/secret"), file("h", "x")}, fault.ErrInvalid, fault.ErrInvalid,
+		},
+		"hard link abs": {[]ent{hard("h", "/etc/passwd")}, fault.ErrInvalid, fault.ErrInvalid},
+		"hard link via link": {
+			[]ent{link("l", "../outside"), hard("h", "l/secret")}, fault.ErrInvalid, fault.ErrInvalid,
+		},
 		"hard link to symlink": {[]ent{link("l", "../outside/secret"), hard("h", "l"), file("h", "x")}, nil, nil},
 		"hard link to old":     {[]ent{hard("h", "old")}, fault.ErrInvalid, fault.ErrInvalid},
 		"hard link to dir":     {[]ent{dir("d"), hard("h", "d")}, fault.ErrInvalid, fault.ErrInvalid},
@@ -354,7 +370,8 @@ func TestHostile(t *testing.T) {
 					ok(t, os.WriteFile(tmp+"/top/old", []byte("old"), 0o600))
 				}
 				before := listing(t, tmp+"/outside")
-				_, err := Extract(context.Background(), open(t, tmp+"/top"), bytes.NewReader(archive(t, c.list...)), opts)
+				_, err := Extract(context.Background(), open(t, tmp+"/top"),
+					bytes.NewReader(archive(t, c.list...)), opts)
 				if want == nil && err != nil || want != nil && !errors.Is(err, want) {
 					t.Errorf("got %v, want %v", err, want)
 				}
@@ -374,15 +391,23 @@ func TestModest(t *testing.T) {
 	ok(t, os.Mkdir(top+"/keep", 0o700))
 	ok(t, os.WriteFile(top+"/old", []byte("old"), 0o600))
 	ok(t, os.Chmod(top, 0o710))
-	suid := ent{tar.Header{Name: "suid", Mode: 0o6755, Uid: 1000, PAXRecords: map[string]string{"SCHILY.xattr.security.capability": "x", "SCHILY.xattr.user.a": "b"}}, "x"}
+	suid := ent{tar.Header{
+		Name: "suid", Mode: 0o6755, Uid: 1000, PAXRecords: map[string]string{
+			"SCHILY.xattr.security.capability": "x", "SCHILY.xattr.user.a": "b",
+		},
+	}, "x"}
 	dev := ent{tar.Header{Name: "sda", Typeflag: tar.TypeBlock, Devmajor: 8}, ""}
-	rep, err := Extract(context.Background(), open(t, top), bytes.NewReader(archive(t, dir("./"), dir("keep"), suid, dev, file("old", "new"))),
+	rep, err := Extract(context.Background(), open(t, top),
+		bytes.NewReader(archive(t, dir("./"), dir("keep"), suid, dev, file("old", "new"))),
 		ExtractOptions{Xattr: func(n string) (bool, error) { return strings.HasPrefix(n, "user."), nil }})
 	ok(t, err)
 	if len(rep.Skipped) != 2 {
 		t.Errorf("skipped: %q", rep.Skipped)
 	}
-	for name, mode := range map[string]uint32{".": unix.S_IFDIR | 0o710, "keep": unix.S_IFDIR | 0o700, "suid": unix.S_IFREG | 0o755, "old": unix.S_IFREG | 0o644} {
+	for name, mode := range map[string]uint32{
+		".": unix.S_IFDIR | 0o710, "keep": unix.S_IFDIR | 0o700, "suid": unix.S_IFREG | 0o755,
+		"old": unix.S_IFREG | 0o644,
+	} {
 		var st unix.Stat_t
 		ok(t, unix.Lstat(filepath.Join(top, name), &st))
 		if st.Mode != mode || st.Uid != 0 {
@@ -413,7 +438,8 @@ func TestDamaged(t *testing.T) {
 			t.Errorf("cut at %d of %d: %v", n, len(good), err)
 		}
 	}
-	if err := run([]byte(strings.Repeat("not a tar archive ", 100))); !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), "not a tar") {
+	if err := run([]byte(strings.Repeat("not a tar archive ", 100))); !errors.Is(err, fault.ErrInvalid) ||
+		!strings.Contains(err.Error(), "not a tar") {
 		t.Error(err)
 	}
 	bad := bytes.Clone(good)
@@ -426,13 +452,16 @@ func TestDamaged(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := Extract(ctx, open(t, t.TempDir()), bytes.NewReader(good), ExtractOptions{}); !errors.Is(err, context.Canceled) {
+	if _, err := Extract(ctx, open(t, t.TempDir()), bytes.NewReader(good),
+		ExtractOptions{}); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
-	if _, err := Extract(context.Background(), open(t, t.TempDir()), bytes.NewReader(good), ExtractOptions{MaxEntries: 2}); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := Extract(context.Background(), open(t, t.TempDir()), bytes.NewReader(good),
+		ExtractOptions{MaxEntries: 2}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
-	if _, err := Extract(context.Background(), open(t, t.TempDir()), bytes.NewReader(good), ExtractOptions{MinFree: 1 << 60}); !errors.Is(err, unix.ENOSPC) || len(fault.Hint(err)) == 0 {
+	if _, err := Extract(context.Background(), open(t, t.TempDir()), bytes.NewReader(good),
+		ExtractOptions{MinFree: 1 << 60}); !errors.Is(err, unix.ENOSPC) || len(fault.Hint(err)) == 0 {
 		t.Error(err)
 	}
 }
@@ -444,7 +473,9 @@ func TestRename(t *testing.T) {
 				continue
 			}
 			top := t.TempDir()
-			_, err := Extract(context.Background(), open(t, top), bytes.NewReader(archive(t, dir(names[0]), file(names[1]+"f", "x"), hard(names[1]+"h", names[1]+"f"))), ExtractOptions{Rename: rename})
+			_, err := Extract(context.Background(), open(t, top),
+				bytes.NewReader(archive(t, dir(names[0]), file(names[1]+"f", "x"), hard(names[1]+"h", names[1]+"f"))),
+				ExtractOptions{Rename: rename})
 			ok(t, err)
 			for p := range strings.FieldsSeq(want) {
 				if _, err := os.Lstat(filepath.Join(top, p)); err != nil {
@@ -454,7 +485,8 @@ func TestRename(t *testing.T) {
 		}
 	}
 	for _, bad := range []string{"..", "a/b", "../x"} {
-		if _, err := Extract(context.Background(), open(t, t.TempDir()), bytes.NewReader(archive(t, file("f", ""))), ExtractOptions{Rename: bad}); !errors.Is(err, fault.ErrInvalid) {
+		if _, err := Extract(context.Background(), open(t, t.TempDir()), bytes.NewReader(archive(t, file("f", ""))),
+			ExtractOptions{Rename: bad}); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%s: %v", bad, err)
 		}
 	}
@@ -473,10 +505,12 @@ func TestOwnerAndName(t *testing.T) {
 		t.Errorf("%+v", h)
 	}
 	ok(t, unix.Mknod(src+"/s", unix.S_IFSOCK|0o600, 0))
-	if _, err := Pack(context.Background(), open(t, src), "s", io.Discard, PackOptions{Name: "s"}); !errors.Is(err, fault.ErrUnsupported) {
+	if _, err := Pack(context.Background(), open(t, src), "s", io.Discard, PackOptions{Name: "s"}); !errors.Is(err,
+		fault.ErrUnsupported) {
 		t.Error(err)
 	}
-	if _, err := Pack(context.Background(), open(t, src), "none", io.Discard, PackOptions{Name: "s"}); !errors.Is(err, unix.ENOENT) {
+	if _, err := Pack(context.Background(), open(t, src), "none", io.Discard,
+		PackOptions{Name: "s"}); !errors.Is(err, unix.ENOENT) {
 		t.Error(err)
 	}
 }
@@ -484,7 +518,9 @@ func TestOwnerAndName(t *testing.T) {
 func FuzzExtract(f *testing.F) {
 	f.Add(archive(f, dir("d"), file("d/f", "x"), link("l", ".."), hard("h", "d/f"), file("l/x", "y")), true)
 	f.Add(archive(f, file("/a", "x"), file("../b", "x")), false)
-	f.Add(archive(f, ent{tar.Header{Name: "s", PAXRecords: map[string]string{"SCHILY.xattr.user.x": "y", "AGENTBOX.xattr64.dXNlci5hPWI": "1"}}, "data"}), true)
+	f.Add(archive(f, ent{tar.Header{Name: "s", PAXRecords: map[string]string{
+		"SCHILY.xattr.user.x": "y", "AGENTBOX.xattr64.dXNlci5hPWI": "1",
+	}}, "data"}), true)
 	f.Fuzz(func(t *testing.T, data []byte, fresh bool) {
 		if len(data) > 1<<16 {
 			return
@@ -494,7 +530,8 @@ func FuzzExtract(f *testing.F) {
 		top := open(t, tmp+"/top")
 		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 		defer cancel()
-		_, err := Extract(ctx, top, bytes.NewReader(data), ExtractOptions{Fresh: fresh, Owners: fresh, Privileged: fresh, Xattr: allX, MinFree: 1 << 30})
+		_, err := Extract(ctx, top, bytes.NewReader(data),
+			ExtractOptions{Fresh: fresh, Owners: fresh, Privileged: fresh, Xattr: allX, MinFree: 1 << 30})
 		if l, _ := os.ReadDir(tmp); len(l) != 1 {
 			t.Fatalf("outside: %v", l)
 		}

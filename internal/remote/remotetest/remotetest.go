@@ -35,7 +35,9 @@ type Registry struct {
 // New makes a registry that is yet to be started.
 func New(opts ...registry.Option) *Registry {
 	s := &Registry{}
-	inner := registry.New(append([]registry.Option{registry.Logger(log.New(io.Discard, "", 0)), registry.WithReferrersSupport(true)}, opts...)...)
+	inner := registry.New(append([]registry.Option{
+		registry.Logger(log.New(io.Discard, "", 0)), registry.WithReferrersSupport(true),
+	}, opts...)...)
 	s.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		s.work.RLock()
 		defer s.work.RUnlock()

@@ -27,37 +27,40 @@ const (
 // download is a verb that answers with a stream of bytes. An error before the first of
 // them is a problem; a later one is reported in a trailer to callers that take trailers,
 // and to others by cutting the connection.
-func (h *Handler) download(path, summary, media string, do func(context.Context, *request[wire.None], io.Writer) error, params ...string) route {
+func (h *Handler) download(
+	path, summary, media string, do func(context.Context, *request[wire.None], io.Writer) error, params ...string,
+) route {
 	heavy := new(bool)
-	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
-		trailers := strings.Contains(r.Header.Get("TE"), "trailers")
-		out := &lateWriter{w: h.writer(w), ctx: r.Context(), first: func() {
-			w.Header().Set("Content-Type", media)
-			if trailers {
-				w.Header().Set("Trailer", wire.TrailerStatus)
+	return route{method: http.MethodGet, path: path, summary: summary, query: params, stream: media, heavy: heavy,
+		serve: func(w http.ResponseWriter, r *http.Request) {
+			trailers := strings.Contains(r.Header.Get("TE"), "trailers")
+			out := &lateWriter{w: h.writer(w), ctx: r.Context(), first: func() {
+				w.Header().Set("Content-Type", media)
+				if trailers {
+					w.Header().Set("Trailer", wire.TrailerStatus)
+				}
+			}}
+			ctx, done, err := h.inTurn(r.Context(), *heavy)
+			if err == nil {
+				defer done()
+				_, _, err = kept(ctx, h, func() (wire.None, error) {
+					return wire.None{}, do(ctx, &request[wire.None]{Request: r, ref: ref(r)}, asideWriter{out, ctx})
+				})
+				done()
+			}
+			if err != nil {
+				failedWith(w, problem(err).Code)
+			}
+			switch {
+			case err != nil && !out.begun:
+				writeProblem(w, err)
+			case err != nil && !trailers:
+				panic(http.ErrAbortHandler)
+			default:
+				out.begin()
+				w.Header().Set(wire.TrailerStatus, encodeStatus(err))
 			}
 		}}
-		ctx, done, err := h.inTurn(r.Context(), *heavy)
-		if err == nil {
-			defer done()
-			_, _, err = kept(ctx, h, func() (wire.None, error) {
-				return wire.None{}, do(ctx, &request[wire.None]{Request: r, ref: ref(r)}, asideWriter{out, ctx})
-			})
-			done()
-		}
-		if err != nil {
-			failedWith(w, problem(err).Code)
-		}
-		switch {
-		case err != nil && !out.begun:
-			writeProblem(w, err)
-		case err != nil && !trailers:
-			panic(http.ErrAbortHandler)
-		default:
-			out.begin()
-			w.Header().Set(wire.TrailerStatus, encodeStatus(err))
-		}
-	}}
 }
 
 // lateWriter calls first before the first byte, and takes none when ctx has ended.
@@ -96,36 +99,40 @@ func encodeStatus(err error) string {
 }
 
 // upload is a verb that takes a stream of bytes. Such a one is not repeated by key.
-func upload[O any](h *Handler, method, path, summary, media string, do func(context.Context, *request[wire.None], io.Reader) (O, error), params ...string) route {
+func upload[O any](
+	h *Handler, method, path, summary, media string, do func(context.Context, *request[wire.None], io.Reader) (O,
+		error), params ...string,
+) route {
 	heavy := new(bool)
-	return route{method: method, path: path, summary: summary, query: params, stream: media, out: reflect.TypeFor[O](), heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
-		if r.Header.Get(wire.HeaderKey) != "" {
-			writeProblem(w, fmt.Errorf("%w: %s with a stream", runtime.ErrUnsupported, wire.HeaderKey))
-			return
-		}
-		_ = h.before(r.Context()) // it has logged
-		ctl := http.NewResponseController(w)
-		in := stallReader{r.Body, ctl, h.opts.Stall, h.end}
-		ctx, cancel := context.WithCancel(r.Context())
-		defer cancel()
-		var out O
-		ctx, done, err := h.inTurn(ctx, *heavy)
-		if err == nil {
-			defer done()
-			out, _, err = kept(ctx, h, func() (O, error) {
-				return do(ctx, &request[wire.None]{Request: r, ref: ref(r)}, asideReader{in, ctx})
-			})
-			done()
-		}
-		if err != nil {
-			w.Header().Set("Connection", "close") // what comes yet may be endless
-			writeProblem(w, err)
-		} else {
-			h.writeJSON(w, r, out)
-		}
-		_ = ctl.Flush()
-		in.discard()
-	}}
+	return route{method: method, path: path, summary: summary, query: params, stream: media, out: reflect.TypeFor[O](),
+		heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
+			if r.Header.Get(wire.HeaderKey) != "" {
+				writeProblem(w, fmt.Errorf("%w: %s with a stream", runtime.ErrUnsupported, wire.HeaderKey))
+				return
+			}
+			_ = h.before(r.Context()) // it has logged
+			ctl := http.NewResponseController(w)
+			in := stallReader{r.Body, ctl, h.opts.Stall, h.end}
+			ctx, cancel := context.WithCancel(r.Context())
+			defer cancel()
+			var out O
+			ctx, done, err := h.inTurn(ctx, *heavy)
+			if err == nil {
+				defer done()
+				out, _, err = kept(ctx, h, func() (O, error) {
+					return do(ctx, &request[wire.None]{Request: r, ref: ref(r)}, asideReader{in, ctx})
+				})
+				done()
+			}
+			if err != nil {
+				w.Header().Set("Connection", "close") // what comes yet may be endless
+				writeProblem(w, err)
+			} else {
+				h.writeJSON(w, r, out)
+			}
+			_ = ctl.Flush()
+			in.discard()
+		}}
 }
 
 // identities puts a file of keys from the request into memory, where only its path leads

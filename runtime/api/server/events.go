@@ -35,7 +35,10 @@ func (h *Handler) events(w http.ResponseWriter, r *http.Request) *events {
 	w.Header().Set("Content-Type", wire.EventStream)
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(http.StatusOK)
-	e := &events{to: w, ctl: http.NewResponseController(w), w: h.writer(w), waiting: make(chan any, 256), done: make(chan struct{})}
+	e := &events{
+		to: w, ctl: http.NewResponseController(w), w: h.writer(w), waiting: make(chan any, 256),
+		done: make(chan struct{}),
+	}
 	_ = e.ctl.Flush()
 	guard.Go(func() {
 		defer close(e.done)

@@ -15,10 +15,15 @@ import (
 func (h *Handler) healthRoutes() []route {
 	began := time.Now().UTC()
 	return []route{
-		query(h, "/healthz", "Tell that the service is alive", func(context.Context, *request[wire.None]) (wire.Health, error) {
-			return wire.Health{Status: "ok", Version: h.opts.Info.Version, Started: began}, nil
-		}),
-		{method: http.MethodGet, path: "/readyz", summary: "Tell what /v1/ready tells, with the status 503 when this host cannot checkpoint", out: reflect.TypeFor[doctor.Report](), serve: h.readyz},
+		query(h, "/healthz", "Tell that the service is alive",
+			func(context.Context, *request[wire.None]) (wire.Health, error) {
+				return wire.Health{Status: "ok", Version: h.opts.Info.Version, Started: began}, nil
+			}),
+		{
+			method: http.MethodGet, path: "/readyz",
+			summary: "Tell what /v1/ready tells, with the status 503 when this host cannot checkpoint",
+			out:     reflect.TypeFor[doctor.Report](), serve: h.readyz,
+		},
 		h.metricsRoute(),
 	}
 }

@@ -143,7 +143,8 @@ func Serve(ctx context.Context, l *net.UnixListener, h *Handler, more ...net.Lis
 	quiet := &quiet{since: map[net.Conn]time.Time{}}
 	srv := &http.Server{
 		ErrorLog: slog.NewLogLogger(h.log.Handler(), slog.LevelWarn), ConnState: quiet.note,
-		Handler: h, ReadHeaderTimeout: min(10*time.Second, h.opts.Body), IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader,
+		Handler: h, ReadHeaderTimeout: min(10*time.Second, h.opts.Body), IdleTimeout: 2 * time.Minute,
+		MaxHeaderBytes: maxHeader,
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			own, ok := c.(*conn)
 			if !ok { // TLS: the certificate identifies the peer later
@@ -238,7 +239,8 @@ func peerGroups(fd uintptr) ([]uint32, error) {
 	groups := make([]uint32, 64)
 	for {
 		size := uint32(len(groups) * 4)
-		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, fd, unix.SOL_SOCKET, soPeerGroups, uintptr(unsafe.Pointer(&groups[0])), uintptr(unsafe.Pointer(&size)), 0)
+		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, fd, unix.SOL_SOCKET, soPeerGroups,
+			uintptr(unsafe.Pointer(&groups[0])), uintptr(unsafe.Pointer(&size)), 0)
 		switch {
 		case errno == 0:
 			return groups[:size/4], nil

@@ -51,7 +51,8 @@ func TestPeer(t *testing.T) {
 		if info, err := os.Stat(sockets[gid]); err != nil || info.Mode().Perm() != 0o660 {
 			t.Fatal(info, err)
 		}
-		if err := errors.Join(os.Lchown(sockets[gid], 0, gid), os.Chmod(sockets[gid], 0o666), os.Chmod(dir, 0o755)); err != nil {
+		if err := errors.Join(os.Lchown(sockets[gid], 0, gid), os.Chmod(sockets[gid], 0o666),
+			os.Chmod(dir, 0o755)); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
@@ -189,7 +190,8 @@ func TestDrain(t *testing.T) {
 	c := client(t, socket)
 	var all sync.WaitGroup
 	all.Go(func() {
-		if err := c.Logs(t.Context(), "c", runtime.LogOptions{Follow: true}, nil, nil); !errors.Is(err, context.Canceled) {
+		if err := c.Logs(t.Context(), "c", runtime.LogOptions{Follow: true}, nil,
+			nil); !errors.Is(err, context.Canceled) {
 			t.Error(err)
 		}
 	})

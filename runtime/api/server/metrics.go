@@ -157,13 +157,16 @@ func (e exposition) histogram(name string, h *histogram, labels ...string) {
 }
 
 // write writes all; what is counted now, sandboxes and checkpoints, are given.
-func (m *Metrics) write(w io.Writer, info wire.Info, sandboxes map[runtime.Status]int, checkpoints int, counted bool) error {
+func (m *Metrics) write(
+	w io.Writer, info wire.Info, sandboxes map[runtime.Status]int, checkpoints int, counted bool,
+) error {
 	e := exposition{bufio.NewWriter(w)}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	e.family("agentbox_build_info", "gauge", "Which service this is.")
 	e.sample("agentbox_build_info", 1, "version", info.Version, "backend", info.Backend)
-	e.family("agentbox_requests_total", "counter", "Requests that were answered, by the verb's method and path and by ok or the code of the error.")
+	e.family("agentbox_requests_total", "counter",
+		"Requests that were answered, by the verb's method and path and by ok or the code of the error.")
 	for _, k := range slices.SortedFunc(maps.Keys(m.verbs), func(a, b verbOutcome) int {
 		return cmp.Or(strings.Compare(a.verb, b.verb), strings.Compare(a.outcome, b.outcome))
 	}) {
@@ -173,7 +176,8 @@ func (m *Metrics) write(w io.Writer, info wire.Info, sandboxes map[runtime.Statu
 	for _, verb := range slices.Sorted(maps.Keys(m.took)) {
 		e.histogram("agentbox_request_seconds", m.took[verb], "verb", verb)
 	}
-	e.family("agentbox_checkpoint_frozen_seconds", "histogram", "How long sandboxes stood still for checkpoints that callers asked for.")
+	e.family("agentbox_checkpoint_frozen_seconds", "histogram",
+		"How long sandboxes stood still for checkpoints that callers asked for.")
 	e.histogram("agentbox_checkpoint_frozen_seconds", &m.frozen)
 	e.family("agentbox_checkpoint_stored_bytes_total", "counter", "What these checkpoints brought to the store.")
 	e.sample("agentbox_checkpoint_stored_bytes_total", float64(m.stored))
@@ -186,9 +190,11 @@ func (m *Metrics) write(w io.Writer, info wire.Info, sandboxes map[runtime.Statu
 	e.sample("agentbox_heavy_verbs_refused_total", float64(m.turnedAway))
 	e.family("agentbox_turn_wait_seconds", "histogram", "How long heavy verbs waited for their turn.")
 	e.histogram("agentbox_turn_wait_seconds", &m.wait)
-	e.family("agentbox_panics_total", "counter", "Defects of agentbox that have ended a piece of work of this process, with their stack in its log.")
+	e.family("agentbox_panics_total", "counter",
+		"Defects of agentbox that have ended a piece of work of this process, with their stack in its log.")
 	e.sample("agentbox_panics_total", float64(guard.Count()))
-	e.family("agentbox_leaks_found_total", "counter", "What the service found, at its comparisons, to differ from its records, by its kind.")
+	e.family("agentbox_leaks_found_total", "counter",
+		"What the service found, at its comparisons, to differ from its records, by its kind.")
 	for _, kind := range slices.Sorted(maps.Keys(m.leaks)) {
 		e.sample("agentbox_leaks_found_total", float64(m.leaks[kind]), "kind", kind)
 	}
@@ -196,7 +202,9 @@ func (m *Metrics) write(w io.Writer, info wire.Info, sandboxes map[runtime.Statu
 	e.sample("agentbox_up", map[bool]float64{true: 1}[counted])
 	if counted {
 		e.family("agentbox_sandboxes", "gauge", "Sandboxes by status.")
-		for _, s := range []runtime.Status{runtime.Created, runtime.Running, runtime.Paused, runtime.Exited, runtime.Unknown} {
+		for _, s := range []runtime.Status{
+			runtime.Created, runtime.Running, runtime.Paused, runtime.Exited, runtime.Unknown,
+		} {
 			e.sample("agentbox_sandboxes", float64(sandboxes[s]), "status", cmp.Or(string(s), "unknown"))
 		}
 		e.family("agentbox_checkpoints", "gauge", "Ready checkpoints, those of restores for their undo included.")
@@ -228,27 +236,29 @@ const metricsType = "text/plain; version=0.0.4; charset=utf-8"
 const scrapeTime = 5 * time.Second
 
 func (h *Handler) metricsRoute() route {
-	return route{method: http.MethodGet, path: "/metrics", summary: "Tell figures of the service, as Prometheus reads them", stream: metricsType, serve: func(w http.ResponseWriter, r *http.Request) {
-		ctx, cancel := context.WithTimeout(r.Context(), scrapeTime)
-		defer cancel()
-		list, err := h.svc.Sandboxes(ctx)
-		var cks []runtime.Checkpoint
-		if err == nil {
-			cks, err = h.svc.Checkpoints(ctx, runtime.CheckpointFilter{All: true})
-		}
-		if err != nil {
-			h.log.Warn("metrics not collected", "err", err)
-		}
-		states, ready := map[runtime.Status]int{}, 0
-		for _, sb := range list {
-			states[sb.Status]++
-		}
-		for _, c := range cks {
-			if c.Status == runtime.CheckpointReady {
-				ready++
+	return route{method: http.MethodGet, path: "/metrics",
+		summary: "Tell figures of the service, as Prometheus reads them", stream: metricsType,
+		serve: func(w http.ResponseWriter, r *http.Request) {
+			ctx, cancel := context.WithTimeout(r.Context(), scrapeTime)
+			defer cancel()
+			list, err := h.svc.Sandboxes(ctx)
+			var cks []runtime.Checkpoint
+			if err == nil {
+				cks, err = h.svc.Checkpoints(ctx, runtime.CheckpointFilter{All: true})
 			}
-		}
-		w.Header().Set("Content-Type", metricsType)
-		_ = h.opts.Metrics.write(h.writer(w), h.opts.Info, states, ready, err == nil) // the caller may be gone
-	}}
+			if err != nil {
+				h.log.Warn("metrics not collected", "err", err)
+			}
+			states, ready := map[runtime.Status]int{}, 0
+			for _, sb := range list {
+				states[sb.Status]++
+			}
+			for _, c := range cks {
+				if c.Status == runtime.CheckpointReady {
+					ready++
+				}
+			}
+			w.Header().Set("Content-Type", metricsType)
+			_ = h.opts.Metrics.write(h.writer(w), h.opts.Info, states, ready, err == nil) // the caller may be gone
+		}}
 }

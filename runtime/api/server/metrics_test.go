@@ -40,7 +40,9 @@ func TestMetrics(t *testing.T) {
 	m := &Metrics{}
 	svc := &service{
 		sandboxes: func(context.Context) ([]runtime.Sandbox, error) {
-			return []runtime.Sandbox{{Status: runtime.Running}, {Status: runtime.Running}, {Status: runtime.Exited}}, fails
+			return []runtime.Sandbox{
+				{Status: runtime.Running}, {Status: runtime.Running}, {Status: runtime.Exited},
+			}, fails
 		},
 		checkpoint: func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error) {
 			return runtime.Checkpoint{Frozen: 20 * time.Millisecond, Added: 1000}, fails
@@ -114,7 +116,8 @@ func TestMetrics(t *testing.T) {
 	}
 	// An engine that does not answer is no failure of the rest.
 	fails = fault.ErrCorrupt
-	if _, data := fetched(t, c, "/metrics"); !bytes.Contains(data, []byte("\nagentbox_up 0\n")) || bytes.Contains(data, []byte("agentbox_sandboxes")) {
+	if _, data := fetched(t, c, "/metrics"); !bytes.Contains(data, []byte("\nagentbox_up 0\n")) ||
+		bytes.Contains(data, []byte("agentbox_sandboxes")) {
 		t.Errorf("%s", data)
 	}
 }
@@ -122,12 +125,16 @@ func TestMetrics(t *testing.T) {
 // Alive is one thing, able to checkpoint another.
 func TestHealth(t *testing.T) {
 	able := false
-	c := client(t, serving(t, &service{}, Options{Info: wire.Info{Version: "v1"}, Examine: func(context.Context) doctor.Report {
-		return doctor.Report{OK: able, Checks: []doctor.Check{{Name: "criu", Status: doctor.Fail, Detail: "there is none", Remedy: "Install it."}}}
-	}}))
+	c := client(t, serving(t, &service{}, Options{Info: wire.Info{Version: "v1"},
+		Examine: func(context.Context) doctor.Report {
+			return doctor.Report{OK: able, Checks: []doctor.Check{{
+				Name: "criu", Status: doctor.Fail, Detail: "there is none", Remedy: "Install it.",
+			}}}
+		}}))
 	resp, data := fetched(t, c, "/readyz")
 	var r doctor.Report
-	if err := json.Unmarshal(data, &r); err != nil || resp.StatusCode != http.StatusServiceUnavailable || r.OK || len(r.Checks) != 1 || r.Checks[0].Detail != "there is none" {
+	if err := json.Unmarshal(data, &r); err != nil || resp.StatusCode != http.StatusServiceUnavailable || r.OK ||
+		len(r.Checks) != 1 || r.Checks[0].Detail != "there is none" {
 		t.Errorf("%s %s: %v", resp.Status, data, err)
 	}
 	if h, err := c.Health(t.Context()); err != nil || h.Status != "ok" || h.Version != "v1" || h.Started.IsZero() {
@@ -137,7 +144,9 @@ func TestHealth(t *testing.T) {
 
 // A host that lacks nothing is ready.
 func TestAble(t *testing.T) {
-	c := client(t, serving(t, &service{}, Options{Examine: func(context.Context) doctor.Report { return doctor.Report{OK: true, Checks: []doctor.Check{}} }}))
+	c := client(t, serving(t, &service{}, Options{Examine: func(context.Context) doctor.Report {
+		return doctor.Report{OK: true, Checks: []doctor.Check{}}
+	}}))
 	if resp, data := fetched(t, c, "/readyz"); resp.StatusCode != http.StatusOK {
 		t.Errorf("%s %s", resp.Status, data)
 	}

@@ -63,7 +63,9 @@ func noted[I any](r *request[I], err, done error) (wire.None, error) {
 
 // stood settles the second try of a verb that brings a sandbox to a status: where
 // it is in that, the first one has.
-func (h *Handler) stood(ctx context.Context, ref string, again bool, want runtime.Status, err error) (wire.None, error) {
+func (h *Handler) stood(
+	ctx context.Context, ref string, again bool, want runtime.Status, err error,
+) (wire.None, error) {
 	if !again || !errors.Is(err, runtime.ErrState) {
 		return wire.None{}, err
 	}
@@ -103,7 +105,8 @@ func (h *Handler) once(w http.ResponseWriter, r *http.Request, body []byte, do f
 			return
 		}
 		if rec.Done && rec.Body == nil {
-			writeProblem(w, fmt.Errorf("%w: it was done, but its answer was too large to be remembered", runtime.ErrState))
+			writeProblem(w, fmt.Errorf("%w: it was done, but its answer was too large to be remembered",
+				runtime.ErrState))
 			return
 		}
 		if rec.Done {

@@ -23,7 +23,8 @@ var silent = slog.New(slog.NewTextHandler(io.Discard, nil))
 func TestKeys(t *testing.T) {
 	times := 0
 	var fails error
-	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint,
+		error) {
 		times++
 		if fails != nil {
 			return runtime.Checkpoint{}, fails
@@ -169,7 +170,8 @@ func TestKeyOfKilledCreateDone(t *testing.T) {
 		}
 		_, _ = build(ctx, c)
 	})
-	if got, err := build(t.Context(), c); err != nil || got.ID != "0" || got.Spec.Policy == nil || string(got.Spec.Policy.Rules) != `{"privileged":false}` || len(boxes) != 1 {
+	if got, err := build(t.Context(), c); err != nil || got.ID != "0" || got.Spec.Policy == nil ||
+		string(got.Spec.Policy.Rules) != `{"privileged":false}` || len(boxes) != 1 {
 		t.Errorf("%+v, %v; %d were made", got, err, len(boxes))
 	}
 }
@@ -181,7 +183,10 @@ func TestKeyUnrecovered(t *testing.T) {
 	boxes := 0
 	svc := &service{
 		sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil },
-		create:    func(runtime.CreateRequest) (runtime.Sandbox, error) { boxes++; return runtime.Sandbox{ID: "x"}, nil },
+		create: func(runtime.CreateRequest) (runtime.Sandbox, error) {
+			boxes++
+			return runtime.Sandbox{ID: "x"}, nil
+		},
 	}
 	build := func(ctx context.Context, c *caller, key string) error {
 		_, err := c.Create(api.WithKey(ctx, key), runtime.CreateRequest{})

@@ -82,10 +82,15 @@ func document(t *testing.T) []byte {
 	doc := humago.New(http.NewServeMux(), config).OpenAPI()
 	schema := func(v reflect.Type) *huma.Schema { return reg.Schema(v, true, "") }
 	for _, r := range h.routes() {
-		op := &huma.Operation{Method: r.method, Path: r.path, Summary: r.summary, Responses: map[string]*huma.Response{}}
-		op.OperationID = strings.ToLower(r.method) + inPath.ReplaceAllString(strings.ReplaceAll(strings.TrimPrefix(r.path, "/v1"), "/", "-"), "$1")
+		op := &huma.Operation{
+			Method: r.method, Path: r.path, Summary: r.summary, Responses: map[string]*huma.Response{},
+		}
+		op.OperationID = strings.ToLower(r.method) +
+			inPath.ReplaceAllString(strings.ReplaceAll(strings.TrimPrefix(r.path, "/v1"), "/", "-"), "$1")
 		for _, m := range inPath.FindAllStringSubmatch(r.path, -1) {
-			op.Parameters = append(op.Parameters, &huma.Param{Name: m[1], In: "path", Required: true, Schema: &huma.Schema{Type: "string"}})
+			op.Parameters = append(op.Parameters, &huma.Param{
+				Name: m[1], In: "path", Required: true, Schema: &huma.Schema{Type: "string"},
+			})
 		}
 		for _, q := range r.query {
 			schema := &huma.Schema{Type: cmp.Or(queryTypes[q], "string")}
@@ -106,15 +111,26 @@ func document(t *testing.T) []byte {
 			if r.path == "/metrics" {
 				break
 			}
-			op.Parameters = append(op.Parameters, &huma.Param{Name: "TE", In: "header", Description: "trailers: how the stream ended comes as the trailer " + wire.TrailerStatus, Schema: &huma.Schema{Type: "string"}})
+			op.Parameters = append(op.Parameters, &huma.Param{
+				Name: "TE", In: "header", Description: "trailers: how the stream ended comes as the trailer " +
+					wire.TrailerStatus, Schema: &huma.Schema{Type: "string"},
+			})
 		case r.stream != "":
-			op.RequestBody = &huma.RequestBody{Required: true, Content: map[string]*huma.MediaType{r.stream: {Schema: &huma.Schema{Type: "string", Format: "binary"}}}}
+			op.RequestBody = &huma.RequestBody{
+				Required: true, Content: map[string]*huma.MediaType{r.stream: {Schema: &huma.Schema{
+					Type: "string", Format: "binary",
+				}}},
+			}
 		}
 		if r.in != nil && r.in != reflect.TypeFor[wire.None]() {
 			op.RequestBody = &huma.RequestBody{Content: map[string]*huma.MediaType{"application/json": {Schema: schema(r.in)}}}
 		}
 		if r.method == http.MethodPost && r.stream == "" {
-			op.Parameters = append(op.Parameters, &huma.Param{Name: wire.HeaderKey, In: "header", Description: "The same request with the same key is not done again.", Schema: &huma.Schema{Type: "string"}})
+			op.Parameters = append(op.Parameters, &huma.Param{
+				Name: wire.HeaderKey, In: "header",
+				Description: "The same request with the same key is not done again.",
+				Schema:      &huma.Schema{Type: "string"},
+			})
 		}
 		if r.out != nil {
 			ok.Content["application/json"] = &huma.MediaType{Schema: schema(r.out)}
@@ -127,7 +143,10 @@ func document(t *testing.T) []byte {
 			code = strconv.Itoa(http.StatusSwitchingProtocols)
 		}
 		op.Responses[code] = ok
-		op.Responses["default"] = &huma.Response{Description: "An error.", Content: map[string]*huma.MediaType{"application/problem+json": {Schema: schema(reflect.TypeFor[wire.Problem]())}}}
+		op.Responses["default"] = &huma.Response{
+			Description: "An error.",
+			Content:     map[string]*huma.MediaType{"application/problem+json": {Schema: schema(reflect.TypeFor[wire.Problem]())}},
+		}
 		if other := doc.Paths[r.path]; other != nil && r.method == http.MethodGet && other.Get != nil {
 			t.Fatalf("two routes at %s %s", r.method, r.path)
 		}

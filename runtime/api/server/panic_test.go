@@ -48,13 +48,17 @@ func TestPanics(t *testing.T) {
 	}
 	var settled atomic.Int64
 	m := &Metrics{}
-	c := client(t, serving(t, svc, Options{Metrics: m, Before: func(context.Context) error { settled.Add(1); return nil }}))
+	c := client(t, serving(t, svc, Options{Metrics: m, Before: func(context.Context) error {
+		settled.Add(1)
+		return nil
+	}}))
 	for name, do := range map[string]func() error{
 		"list":   func() error { _, err := c.Sandboxes(t.Context()); return err },
 		"verb":   func() error { return c.Pause(t.Context(), "c") },
 		"create": func() error { _, err := c.Create(t.Context(), runtime.CreateRequest{}); return err },
 		"progress": func() error {
-			_, err := c.Create(t.Context(), runtime.CreateRequest{Pull: image.PullOptions{Progress: func(image.Progress) {}}})
+			_, err := c.Create(t.Context(),
+				runtime.CreateRequest{Pull: image.PullOptions{Progress: func(image.Progress) {}}})
 			return err
 		},
 		"key":  func() error { return c.Pause(api.WithKey(t.Context(), "one"), "c") },
@@ -94,7 +98,10 @@ func TestPanics(t *testing.T) {
 		t.Error(err)
 	}
 	_, data := fetched(t, c, "/metrics")
-	for _, want := range []string{`agentbox_requests_total{verb="sandboxes pause",outcome="internal"} 2`, `agentbox_requests_total{verb="get sandboxes",outcome="internal"} 1`, "agentbox_panics_total "} {
+	for _, want := range []string{
+		`agentbox_requests_total{verb="sandboxes pause",outcome="internal"} 2`,
+		`agentbox_requests_total{verb="get sandboxes",outcome="internal"} 1`, "agentbox_panics_total ",
+	} {
 		if !strings.Contains(string(data), want) {
 			t.Errorf("no %s in\n%s", want, data)
 		}

@@ -20,7 +20,10 @@ import (
 // A verb of several phases reports each of them before its result, or its error, and nothing once
 // it has ended.
 func TestSteps(t *testing.T) {
-	steps := []runtime.Step{{Phase: runtime.PhaseFiles, Done: 5}, {Phase: runtime.PhaseFiles, Done: 7}, {Phase: runtime.PhaseStoring, Done: 3, Total: 9}}
+	steps := []runtime.Step{
+		{Phase: runtime.PhaseFiles, Done: 5}, {Phase: runtime.PhaseFiles, Done: 7},
+		{Phase: runtime.PhaseStoring, Done: 3, Total: 9},
+	}
 	layer := image.Progress{Layer: "sha256:1", Stage: image.StagePulling, Done: 1, Total: 2}
 	late := make(chan runtime.Steps, 10)
 	var fails error
@@ -91,7 +94,8 @@ func TestSteps(t *testing.T) {
 		if d := cmp.Diff([]image.Progress{layer, layer}, layers); d != "" {
 			t.Error(d)
 		}
-		if _, err = c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); !errors.Is(err, fails) || len(late) > 0 {
+		if _, err = c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); !errors.Is(err,
+			fails) || len(late) > 0 {
 			t.Errorf("%v, and told though nobody asked: %v", err, len(late) > 0)
 		}
 	}
@@ -100,7 +104,8 @@ func TestSteps(t *testing.T) {
 // A cancelled verb reports until it has ended.
 func TestStepsCancelled(t *testing.T) {
 	undone := make(chan struct{})
-	svc := &service{checkpoint: func(ctx context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	svc := &service{checkpoint: func(ctx context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint,
+		error) {
 		o.Progress(runtime.Step{Phase: runtime.PhaseFiles})
 		<-ctx.Done()
 		close(undone)
@@ -118,7 +123,8 @@ func TestStepsCancelled(t *testing.T) {
 // A caller that does not read its progress delays no verb.
 func TestStepsNotTaken(t *testing.T) {
 	done := make(chan struct{}, 2)
-	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	svc := &service{checkpoint: func(_ context.Context, _ string, o runtime.CheckpointOptions) (runtime.Checkpoint,
+		error) {
 		for i := 0; o.Progress != nil && i < 1000; i++ {
 			o.Progress(runtime.Step{Phase: runtime.Phase(strings.Repeat("x", 64<<10))})
 		}
@@ -131,7 +137,8 @@ func TestStepsNotTaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	if _, err := io.WriteString(conn, "POST /v1/sandboxes/c/checkpoints HTTP/1.1\r\nHost: agentbox\r\nAccept: text/event-stream\r\nContent-Length: 2\r\n\r\n{}"); err != nil {
+	if _, err := io.WriteString(conn,
+		"POST /v1/sandboxes/c/checkpoints HTTP/1.1\r\nHost: agentbox\r\nAccept: text/event-stream\r\nContent-Length: 2\r\n\r\n{}"); err != nil {
 		t.Fatal(err)
 	}
 	<-done

@@ -80,7 +80,8 @@ func (h *Handler) nowhere(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	w.Header().Set("Allow", strings.Join(allowed, ", "))
-	p := problem(fmt.Errorf("%w: %s: its methods are %s", runtime.ErrInvalid, wire.Route(r), strings.Join(allowed, ", ")))
+	p := problem(fmt.Errorf("%w: %s: its methods are %s", runtime.ErrInvalid, wire.Route(r),
+		strings.Join(allowed, ", ")))
 	p.Status, p.Title = http.StatusMethodNotAllowed, http.StatusText(http.StatusMethodNotAllowed)
 	if remove := r.URL.Path + "/remove"; r.Method == http.MethodDelete && takes(http.MethodPost, remove) {
 		p.Hints = []string{fmt.Sprintf("POST %.200s removes it.", remove)}

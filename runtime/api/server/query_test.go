@@ -20,7 +20,9 @@ func TestQuery(t *testing.T) {
 	svc := &service{
 		sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil },
 		checkpoints: func(f runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
-			if d := cmp.Diff(runtime.CheckpointFilter{Sandbox: "c", All: true, Labels: map[string]string{"a": "1", "b": "2"}}, f); d != "" {
+			if d := cmp.Diff(runtime.CheckpointFilter{
+				Sandbox: "c", All: true, Labels: map[string]string{"a": "1", "b": "2"},
+			}, f); d != "" {
 				t.Error(d)
 			}
 			return nil, nil
@@ -33,7 +35,10 @@ func TestQuery(t *testing.T) {
 		detail       string
 	}{
 		{"GET", "/v1/checkpoints?sandbox=c&all=true&label=a=1&label=b=2&limit=5&cursor=", 200, ""},
-		{"GET", "/v1/checkpoints?sandbx=c", 400, `unknown parameter "sandbx"; known are sandbox, all, trigger, policy, label, limit, cursor`},
+		{
+			"GET", "/v1/checkpoints?sandbx=c", 400,
+			`unknown parameter "sandbx"; known are sandbox, all, trigger, policy, label, limit, cursor`,
+		},
 		{"GET", "/v1/checkpoints?sandbox=c&sandbox=d", 400, "sandbox is there twice"},
 		{"GET", "/v1/checkpoints?all=maybe", 400, `all "maybe": true or false`},
 		{"GET", "/v1/sandboxes?limit=%zz", 400, "query: invalid URL escape"},
@@ -51,7 +56,9 @@ func TestQuery(t *testing.T) {
 
 // A path that takes other methods says which.
 func TestMethods(t *testing.T) {
-	socket := serving(t, &service{sandboxes: func(context.Context) ([]runtime.Sandbox, error) { return nil, nil }}, Options{})
+	socket := serving(t, &service{sandboxes: func(context.Context) ([]runtime.Sandbox, error) {
+		return nil, nil
+	}}, Options{})
 	for _, tt := range []struct{ method, path, allow, hint string }{
 		{"DELETE", "/v1/sandboxes/c", "GET", "POST /v1/sandboxes/c/remove removes it."},
 		{"PUT", "/v1/sandboxes", "GET, POST", ""},
@@ -64,7 +71,8 @@ func TestMethods(t *testing.T) {
 		if tt.hint != "" {
 			hints = []string{tt.hint}
 		}
-		if resp.StatusCode != http.StatusMethodNotAllowed || resp.Header.Get("Allow") != tt.allow || p.Status != resp.StatusCode || p.Code != "invalid" || !slices.Equal(p.Hints, hints) {
+		if resp.StatusCode != http.StatusMethodNotAllowed || resp.Header.Get("Allow") != tt.allow ||
+			p.Status != resp.StatusCode || p.Code != "invalid" || !slices.Equal(p.Hints, hints) {
 			t.Errorf("%s %s: %d, allows %q, %+v", tt.method, tt.path, resp.StatusCode, resp.Header.Get("Allow"), p)
 		}
 	}

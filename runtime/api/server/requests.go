@@ -78,7 +78,8 @@ func (s *requests) begin(caller, key, digest string) (*record, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.live[file] {
-		return nil, fmt.Errorf("%w: the request with the %s %q is still under way", runtime.ErrBusy, wire.HeaderKey, key)
+		return nil, fmt.Errorf("%w: the request with the %s %q is still under way",
+			runtime.ErrBusy, wire.HeaderKey, key)
 	}
 	if s.begun%sweepEvery == 0 || s.bytes > keepBytes {
 		if err := s.sweep(); err != nil { // the next one tries again
@@ -181,7 +182,9 @@ func (s *requests) sweep() error {
 		}
 		kept = append(kept, info)
 	}
-	slices.SortFunc(kept, func(a, b fs.FileInfo) int { return cmp.Compare(b.ModTime().UnixNano(), a.ModTime().UnixNano()) })
+	slices.SortFunc(kept, func(a, b fs.FileInfo) int {
+		return cmp.Compare(b.ModTime().UnixNano(), a.ModTime().UnixNano())
+	})
 	s.bytes = 0
 	for i, info := range kept {
 		if i < keepRecords && s.bytes+info.Size() <= keepBytes/2 && time.Since(info.ModTime()) < keepFor {

@@ -104,11 +104,16 @@ func New(svc runtime.Service, opts Options) (*Handler, error) {
 	opts.Turns = cmp.Or(opts.Turns, max(2, goruntime.NumCPU()))
 	opts.Queue = cmp.Or(opts.Queue, maxConns/2)
 	opts.TurnTime = cmp.Or(opts.TurnTime, 10*time.Second)
-	h := &Handler{svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), verbs: map[string]bool{}, running: map[string]context.CancelFunc{}, draining: make(chan struct{})}
+	h := &Handler{
+		svc: svc, opts: opts, log: opts.Log, mux: http.NewServeMux(), verbs: map[string]bool{},
+		running: map[string]context.CancelFunc{}, draining: make(chan struct{}),
+	}
 	if h.opts.Metrics == nil {
 		h.opts.Metrics = &Metrics{}
 	}
-	h.turns = &turns{free: opts.Turns, time: opts.TurnTime, room: opts.Queue, metrics: h.opts.Metrics, ending: h.draining}
+	h.turns = &turns{
+		free: opts.Turns, time: opts.TurnTime, room: opts.Queue, metrics: h.opts.Metrics, ending: h.draining,
+	}
 	h.end, h.stop = context.WithCancel(context.Background())
 	if h.log == nil {
 		h.log = slog.Default()
@@ -283,7 +288,8 @@ func (h *Handler) enter(p peer, id string, cancel context.CancelFunc) (done func
 	}
 	key := p.identity() + " " + id
 	if _, ok := h.running[key]; ok {
-		return nil, &runtime.Error{Op: "serve", Err: fmt.Errorf("a request of the name %.100q is under way: %w", id, runtime.ErrExists), Hint: "Give each one a name of its own."}
+		return nil, &runtime.Error{Op: "serve", Err: fmt.Errorf("a request of the name %.100q is under way: %w", id,
+			runtime.ErrExists), Hint: "Give each one a name of its own."}
 	}
 	if id != "" {
 		h.running[key] = cancel
@@ -365,68 +371,72 @@ type route struct {
 }
 
 // query is a verb that changes nothing.
-func query[O any](h *Handler, path, summary string, do func(context.Context, *request[wire.None]) (O, error), params ...string) route {
+func query[O any](
+	h *Handler, path, summary string, do func(context.Context, *request[wire.None]) (O, error), params ...string,
+) route {
 	heavy := new(bool)
-	return route{method: http.MethodGet, path: path, summary: summary, out: reflect.TypeFor[O](), query: params, heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
-		ctx, done, err := h.inTurn(r.Context(), *heavy)
-		if err != nil {
-			writeProblem(w, err)
-			return
-		}
-		defer done()
-		out, err := do(ctx, &request[wire.None]{Request: r, ref: ref(r)})
-		done() // the caller may be slow
-		if err != nil {
-			writeProblem(w, err)
-			return
-		}
-		h.writeJSON(w, r, out)
-	}}
+	return route{method: http.MethodGet, path: path, summary: summary, out: reflect.TypeFor[O](), query: params,
+		heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
+			ctx, done, err := h.inTurn(r.Context(), *heavy)
+			if err != nil {
+				writeProblem(w, err)
+				return
+			}
+			defer done()
+			out, err := do(ctx, &request[wire.None]{Request: r, ref: ref(r)})
+			done() // the caller may be slow
+			if err != nil {
+				writeProblem(w, err)
+				return
+			}
+			h.writeJSON(w, r, out)
+		}}
 }
 
 // verb is one that may change something.
 func verb[I, O any](h *Handler, path, summary string, do func(context.Context, *request[I]) (O, error)) route {
 	heavy := new(bool)
-	return route{method: http.MethodPost, path: path, summary: summary, in: reflect.TypeFor[I](), out: reflect.TypeFor[O](), heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
-		req := &request[I]{Request: r, ref: ref(r)}
-		data, err := h.body(r, w, &req.in)
-		if err != nil {
-			writeProblem(w, err)
-			return
-		}
-		h.once(w, r, data, func(rec *record) (any, error) {
-			req.rec = rec
-			ctx, done, err := h.inTurn(r.Context(), *heavy)
-			if err != nil && req.again() {
-				return nil, req.unsettled(err)
-			}
+	return route{method: http.MethodPost, path: path, summary: summary, in: reflect.TypeFor[I](),
+		out: reflect.TypeFor[O](), heavy: heavy, serve: func(w http.ResponseWriter, r *http.Request) {
+			req := &request[I]{Request: r, ref: ref(r)}
+			data, err := h.body(r, w, &req.in)
 			if err != nil {
-				return nil, err
+				writeProblem(w, err)
+				return
 			}
-			defer done()
-			if err := h.before(r.Context()); err != nil && req.again() {
-				// The first attempt may have left something neither whole nor gone.
-				return nil, req.unsettled(err)
-			}
-			if !wantsEvents(r) {
+			h.once(w, r, data, func(rec *record) (any, error) {
+				req.rec = rec
+				ctx, done, err := h.inTurn(r.Context(), *heavy)
+				if err != nil && req.again() {
+					return nil, req.unsettled(err)
+				}
+				if err != nil {
+					return nil, err
+				}
+				defer done()
+				if err := h.before(r.Context()); err != nil && req.again() {
+					// The first attempt may have left something neither whole nor gone.
+					return nil, req.unsettled(err)
+				}
+				if !wantsEvents(r) {
+					out, panicked, err := kept(ctx, h, func() (O, error) { return do(ctx, req) })
+					if panicked {
+						_ = req.unsettled(err)
+					}
+					return out, err
+				}
+				events := h.events(w, r)
+				defer events.close()
+				req.report = events.progress
 				out, panicked, err := kept(ctx, h, func() (O, error) { return do(ctx, req) })
 				if panicked {
 					_ = req.unsettled(err)
 				}
-				return out, err
-			}
-			events := h.events(w, r)
-			defer events.close()
-			req.report = events.progress
-			out, panicked, err := kept(ctx, h, func() (O, error) { return do(ctx, req) })
-			if panicked {
-				_ = req.unsettled(err)
-			}
-			done() // the caller may be slow
-			events.end(out, err)
-			return out, errors.Join(err, errAnswered)
-		})
-	}}
+				done() // the caller may be slow
+				events.end(out, err)
+				return out, errors.Join(err, errAnswered)
+			})
+		}}
 }
 
 // before recovers what killed processes left. A failure is logged only: it must not keep

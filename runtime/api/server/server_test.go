@@ -138,7 +138,8 @@ func TestErrors(t *testing.T) {
 	c := client(t, serving(t, svc, Options{}))
 	inner := &fault.Error{Hint: "Do that.", Err: fmt.Errorf("deep: %w", errors.Join(fault.ErrBusy, fault.ErrState))}
 	for _, err := range []error{
-		fault.ErrNotFound, fault.ErrExists, fault.ErrState, fault.ErrDenied, fault.ErrUnsupported, fault.ErrCorrupt, fault.ErrBusy, fault.ErrInvalid,
+		fault.ErrNotFound, fault.ErrExists, fault.ErrState, fault.ErrDenied, fault.ErrUnsupported, fault.ErrCorrupt,
+		fault.ErrBusy, fault.ErrInvalid,
 		errors.New("of no kind"),
 		&fault.Error{Op: "checkpoint", ID: "c", Hint: "Do this.", Err: inner},
 		fmt.Errorf("around: %w", inner),
@@ -147,7 +148,8 @@ func TestErrors(t *testing.T) {
 	} {
 		fails = err
 		_, got := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{})
-		if got == nil || got.Error() != err.Error() || fmt.Sprint(fault.Hint(got)) != fmt.Sprint(fault.Hint(err)) || fmt.Sprint(fault.Logs(got)) != fmt.Sprint(fault.Logs(err)) {
+		if got == nil || got.Error() != err.Error() || fmt.Sprint(fault.Hint(got)) != fmt.Sprint(fault.Hint(err)) ||
+			fmt.Sprint(fault.Logs(got)) != fmt.Sprint(fault.Logs(err)) {
 			t.Errorf("%v %q, want %v %q", got, fault.Hint(got), err, fault.Hint(err))
 		}
 		for _, s := range wire.Codes {
@@ -159,7 +161,8 @@ func TestErrors(t *testing.T) {
 			t.Errorf("%v: %v in another order: %v", err, codesOf(err), codesOf(got))
 		}
 		var own, exec = new(runtime.Error), new(runtime.ExecError)
-		if want, ok := err.(*runtime.Error); ok && (!errors.As(got, &own) || own.Op != want.Op || own.ID != want.ID || own.Hint != want.Hint) {
+		if want, ok := err.(*runtime.Error); ok && (!errors.As(got, &own) || own.Op != want.Op || own.ID != want.ID ||
+			own.Hint != want.Hint) {
 			t.Errorf("%#v, want %#v", got, err)
 		}
 		if errors.As(err, &exec) && (!errors.As(got, &exec) || exec.Code != 127 || exec.Command != "x") {
@@ -181,7 +184,8 @@ func TestPartial(t *testing.T) {
 // A verb is cancelled by its caller's context, and waited for.
 func TestCancel(t *testing.T) {
 	begun, undone := make(chan struct{}), false
-	svc := &service{checkpoint: func(ctx context.Context, _ string, _ runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	svc := &service{checkpoint: func(ctx context.Context, _ string, _ runtime.CheckpointOptions) (runtime.Checkpoint,
+		error) {
 		close(begun)
 		<-ctx.Done()
 		time.Sleep(20 * time.Millisecond) // it undoes something
@@ -223,8 +227,9 @@ func TestBadRequests(t *testing.T) {
 	}
 	const post = "POST /v1/sandboxes/c/checkpoints HTTP/1.1\r\nHost: agentbox\r\n"
 	for text, want := range map[string]string{
-		post + "Content-Length: 2\r\n\r\n{}":                                                 " 200 ",
-		post + "Content-Length: 100\r\n\r\n{":                                                " 400 ", // never sends the rest
+		post + "Content-Length: 2\r\n\r\n{}": " 200 ",
+		// never sends the rest
+		post + "Content-Length: 100\r\n\r\n{":                                                " 400 ",
 		post + "Content-Length: 8\r\n\r\n{\"x\":1}\n":                                        " 400 ",
 		post + "Content-Length: 4\r\n\r\n{} {":                                               " 400 ",
 		post + "Content-Length: 5000000\r\n\r\n" + strings.Repeat(" ", 4<<20+1):              " 400 ",
@@ -272,7 +277,8 @@ func TestStreams(t *testing.T) {
 		for _, data := range [][]byte{nil, piece} {
 			next.Store(result{data, fails})
 			var got bytes.Buffer
-			if err := c.CopyFrom(t.Context(), "c", "/", &got); !errors.Is(err, fails) || !bytes.Equal(got.Bytes(), data) {
+			if err := c.CopyFrom(t.Context(), "c", "/", &got); !errors.Is(err, fails) ||
+				!bytes.Equal(got.Bytes(), data) {
 				t.Errorf("%d bytes: %v, want %v", got.Len(), err, fails)
 			}
 			// A client that takes no trailers sees the connection cut.
@@ -304,7 +310,8 @@ func TestStreams(t *testing.T) {
 		return err
 	}
 	own := errors.New("my disk")
-	if err := c.CopyTo(t.Context(), "c", "/", io.MultiReader(bytes.NewReader(piece), failing{own})); !errors.Is(err, own) {
+	if err := c.CopyTo(t.Context(), "c", "/", io.MultiReader(bytes.NewReader(piece),
+		failing{own})); !errors.Is(err, own) {
 		t.Error(err)
 	}
 	if err := <-ended; err == nil {
@@ -316,7 +323,8 @@ func TestStreams(t *testing.T) {
 		fmt.Fprint(stderr, "c\n")
 		return fault.ErrBusy
 	}
-	if err := c.Logs(t.Context(), "c", runtime.LogOptions{}, &out, &errs); !errors.Is(err, fault.ErrBusy) || out.String() != "a\xff\nb" || errs.String() != "c\n" {
+	if err := c.Logs(t.Context(), "c", runtime.LogOptions{}, &out, &errs); !errors.Is(err, fault.ErrBusy) ||
+		out.String() != "a\xff\nb" || errs.String() != "c\n" {
 		t.Errorf("%q %q %v", &out, &errs, err)
 	}
 }
@@ -340,7 +348,8 @@ func TestSession(t *testing.T) {
 	}
 	in := bytes.Repeat([]byte("0123456789"), wire.Window/5)
 	var out, errs bytes.Buffer
-	exit, err := c.Exec(t.Context(), "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{Stdin: bytes.NewReader(in), Stdout: &out, Stderr: &errs})
+	exit, err := c.Exec(t.Context(), "c", runtime.Process{Args: []string{"x"}},
+		runtime.Streams{Stdin: bytes.NewReader(in), Stdout: &out, Stderr: &errs})
 	if err != nil || exit != 7 || !bytes.Equal(out.Bytes(), in) || errs.String() != fmt.Sprint(len(in), []string{"x"}) {
 		t.Error(exit, err, out.Len(), errs.String())
 	}
@@ -353,7 +362,8 @@ func TestSession(t *testing.T) {
 	}
 	sizes := make(chan runtime.Size, 1)
 	sizes <- runtime.Size{Width: 80, Height: 24}
-	if _, err := c.Exec(t.Context(), "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{Resize: sizes, DetachKeys: []byte{16}}); err != runtime.ErrDetached {
+	if _, err := c.Exec(t.Context(), "c", runtime.Process{Args: []string{"x"}},
+		runtime.Streams{Resize: sizes, DetachKeys: []byte{16}}); err != runtime.ErrDetached {
 		t.Error(err)
 	}
 	// A caller that goes away ends it.
@@ -365,7 +375,8 @@ func TestSession(t *testing.T) {
 		<-inner.Done()
 		return 0, inner.Err()
 	}
-	if _, err := c.Exec(ctx, "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{}); !errors.Is(err, context.Canceled) {
+	if _, err := c.Exec(ctx, "c", runtime.Process{Args: []string{"x"}},
+		runtime.Streams{}); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 	<-ended

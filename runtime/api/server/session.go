@@ -96,41 +96,49 @@ type opened struct {
 
 // session is a verb that connects streams.
 func (h *Handler) session(path, summary string, do func(ctx context.Context, s opened) (wire.Message, error)) route {
-	return route{method: http.MethodGet, path: path, summary: summary, event: reflect.TypeFor[wire.Message](), serve: func(w http.ResponseWriter, r *http.Request) {
-		_ = h.before(r.Context()) // it has logged
-		conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{Subprotocols: []string{wire.Subprotocol}, CompressionMode: websocket.CompressionDisabled})
-		if err != nil {
-			return // it has answered
-		}
-		defer conn.CloseNow() //nolint:errcheck // after Close there is nothing to do
-		conn.SetReadLimit(wire.MaxMessage)
-		// The request's own context does not end with the connection any more. When
-		// it ends, the line does not: a read that is given up would end that.
-		ctx, cancel := context.WithCancel(r.Context())
-		defer cancel()
-		hearing, hush := context.WithCancel(context.WithoutCancel(ctx))
-		defer hush()
-		l := &wire.Line{Conn: conn, Stall: h.opts.Stall}
-		m, _, err := kept(ctx, h, func() (wire.Message, error) { return h.converse(ctx, hearing, cancel, ref(r), l, do) })
-		if err != nil {
-			p := problem(err)
-			failedWith(w, p.Code)
-			m = wire.Message{Kind: wire.MsgProblem, Problem: &p}
-		}
-		patience := h.opts.Body
-		if h.end.Err() != nil {
-			patience = min(patience, wire.LastTime)
-		}
-		last, stop := context.WithTimeout(hearing, patience)
-		defer stop()
-		if err := l.Send(last, m); err == nil {
-			_ = conn.Close(websocket.StatusNormalClosure, "")
-		}
-	}}
+	return route{method: http.MethodGet, path: path, summary: summary, event: reflect.TypeFor[wire.Message](),
+		serve: func(w http.ResponseWriter, r *http.Request) {
+			_ = h.before(r.Context()) // it has logged
+			conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{
+				Subprotocols: []string{wire.Subprotocol}, CompressionMode: websocket.CompressionDisabled,
+			})
+			if err != nil {
+				return // it has answered
+			}
+			defer conn.CloseNow() //nolint:errcheck // after Close there is nothing to do
+			conn.SetReadLimit(wire.MaxMessage)
+			// The request's own context does not end with the connection any more. When
+			// it ends, the line does not: a read that is given up would end that.
+			ctx, cancel := context.WithCancel(r.Context())
+			defer cancel()
+			hearing, hush := context.WithCancel(context.WithoutCancel(ctx))
+			defer hush()
+			l := &wire.Line{Conn: conn, Stall: h.opts.Stall}
+			m, _, err := kept(ctx, h, func() (wire.Message, error) {
+				return h.converse(ctx, hearing, cancel, ref(r), l, do)
+			})
+			if err != nil {
+				p := problem(err)
+				failedWith(w, p.Code)
+				m = wire.Message{Kind: wire.MsgProblem, Problem: &p}
+			}
+			patience := h.opts.Body
+			if h.end.Err() != nil {
+				patience = min(patience, wire.LastTime)
+			}
+			last, stop := context.WithTimeout(hearing, patience)
+			defer stop()
+			if err := l.Send(last, m); err == nil {
+				_ = conn.Close(websocket.StatusNormalClosure, "")
+			}
+		}}
 }
 
 // converse runs one session up to its last message.
-func (h *Handler) converse(ctx, hearing context.Context, cancel context.CancelFunc, ref string, l *wire.Line, do func(context.Context, opened) (wire.Message, error)) (wire.Message, error) {
+func (h *Handler) converse(
+	ctx, hearing context.Context, cancel context.CancelFunc, ref string, l *wire.Line,
+	do func(context.Context, opened) (wire.Message, error),
+) (wire.Message, error) {
 	soon, stop := context.WithTimeout(hearing, h.opts.Body)
 	unopened := context.AfterFunc(ctx, stop)
 	first, _, err := l.Read(soon)
@@ -142,7 +150,8 @@ func (h *Handler) converse(ctx, hearing context.Context, cancel context.CancelFu
 	if first.Kind != wire.MsgOpen || first.Open == nil {
 		return wire.Message{}, fmt.Errorf("%w: a session begins with the message %q", runtime.ErrInvalid, wire.MsgOpen)
 	}
-	in := newInput(func(n int) { _ = l.Send(ctx, wire.Message{Kind: wire.MsgAck, Bytes: n}) }) // a line that is cut ends ctx
+	// a line that is cut ends ctx
+	in := newInput(func(n int) { _ = l.Send(ctx, wire.Message{Kind: wire.MsgAck, Bytes: n}) })
 	var wrong error
 	var sizes chan runtime.Size
 	if first.Open.Resize {
@@ -159,7 +168,9 @@ func (h *Handler) converse(ctx, hearing context.Context, cancel context.CancelFu
 		}
 		in.close(wrong)
 	})
-	s := opened{ref: ref, open: *first.Open, started: func() error { return l.Send(ctx, wire.Message{Kind: wire.MsgStarted}) }}
+	s := opened{ref: ref, open: *first.Open, started: func() error {
+		return l.Send(ctx, wire.Message{Kind: wire.MsgStarted})
+	}}
 	s.streams = runtime.Streams{DetachKeys: s.open.DetachKeys, Resize: sizes}
 	if s.open.Stdin {
 		s.streams.Stdin = in

@@ -109,7 +109,8 @@ func TestEndOfStalled(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { conn.Close() })
-		if _, err := fmt.Fprintf(conn, "%s\r\nHost: agentbox\r\n%s\r\n", request, "Transfer-Encoding: chunked\r\n"); err != nil {
+		if _, err := fmt.Fprintf(conn, "%s\r\nHost: agentbox\r\n%s\r\n", request,
+			"Transfer-Encoding: chunked\r\n"); err != nil {
 			t.Fatal(err)
 		}
 		return conn
@@ -180,7 +181,8 @@ func TestStalledSession(t *testing.T) {
 	stuck := make(chan struct{})
 	failed := make(chan error, 1)
 	go func() {
-		_, err := c.Exec(context.Background(), "c", runtime.Process{Args: []string{"x"}}, runtime.Streams{Stdout: blocked{stuck}})
+		_, err := c.Exec(context.Background(), "c", runtime.Process{Args: []string{"x"}},
+			runtime.Streams{Stdout: blocked{stuck}})
 		failed <- err
 	}()
 	select {
@@ -205,7 +207,8 @@ func (b blocked) Write(p []byte) (int, error) { <-b.until; return len(p), nil }
 // name is that of one request.
 func TestRequestNames(t *testing.T) {
 	begun := make(chan struct{}, 1)
-	svc := &service{checkpoint: func(ctx context.Context, _ string, _ runtime.CheckpointOptions) (runtime.Checkpoint, error) {
+	svc := &service{checkpoint: func(ctx context.Context, _ string, _ runtime.CheckpointOptions) (runtime.Checkpoint,
+		error) {
 		begun <- struct{}{}
 		<-ctx.Done()
 		return runtime.Checkpoint{}, ctx.Err()

@@ -40,7 +40,9 @@ type authority struct {
 
 func newAuthority(t *testing.T) *authority {
 	a := &authority{t: t, dir: t.TempDir()}
-	a.cert, a.key = a.sign("ca", &x509.Certificate{Subject: pkix.Name{CommonName: "ca"}, IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign})
+	a.cert, a.key = a.sign("ca", &x509.Certificate{
+		Subject: pkix.Name{CommonName: "ca"}, IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	})
 	return a
 }
 
@@ -84,7 +86,10 @@ func (a *authority) sign(name string, c *x509.Certificate) (*x509.Certificate, *
 func (a *authority) path(name, ext string) string { return filepath.Join(a.dir, name+"."+ext) }
 
 func (a *authority) caller(name string, until time.Time) wire.TLSFiles {
-	a.sign(name, &x509.Certificate{Subject: pkix.Name{CommonName: name}, NotAfter: until, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+	a.sign(name, &x509.Certificate{
+		Subject: pkix.Name{CommonName: name}, NotAfter: until,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	})
 	return a.files(name)
 }
 
@@ -94,7 +99,10 @@ func (a *authority) files(name string) wire.TLSFiles {
 
 // secure serves at a TCP address, and returns what was logged.
 func secure(t *testing.T, svc runtime.Service, ca *authority) (address, socket string, logged func() string) {
-	ca.sign("host", &x509.Certificate{Subject: pkix.Name{CommonName: "host"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}})
+	ca.sign("host", &x509.Certificate{
+		Subject: pkix.Name{CommonName: "host"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+	})
 	tcp, err := ListenTLS("127.0.0.1:0", ca.files("host"))
 	if err != nil {
 		t.Fatal(err)
@@ -107,11 +115,12 @@ func secure(t *testing.T, svc runtime.Service, ca *authority) (address, socket s
 	}
 	var mu sync.Mutex
 	var log bytes.Buffer
-	h, err := New(svc, Options{Requests: filepath.Join(dir, "requests"), Log: slog.New(slog.NewTextHandler(writer(func(p []byte) (int, error) {
-		mu.Lock()
-		defer mu.Unlock()
-		return log.Write(p)
-	}), nil))})
+	h, err := New(svc, Options{Requests: filepath.Join(dir, "requests"),
+		Log: slog.New(slog.NewTextHandler(writer(func(p []byte) (int, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			return log.Write(p)
+		}), nil))})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -177,7 +186,9 @@ func TestTLS(t *testing.T) {
 	strangers := other.caller("alice", time.Time{})
 	strangers.CA = ca.files("host").CA
 	nameless := func() wire.TLSFiles {
-		ca.sign("nameless", &x509.Certificate{DNSNames: []string{"x"}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
+		ca.sign("nameless", &x509.Certificate{
+			DNSNames: []string{"x"}, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+		})
 		return ca.files("nameless")
 	}()
 	for name, files := range map[string]wire.TLSFiles{
@@ -209,7 +220,9 @@ func TestTLS(t *testing.T) {
 		"no certificate": {RootCAs: pool},
 		"TLS 1.2":        {RootCAs: pool, Certificates: []tls.Certificate{pair}, MaxVersion: tls.VersionTLS12},
 	} {
-		if got := ask(t, func() (net.Conn, error) { return tls.Dial("tcp", address, config) }); strings.Contains(got, "200 OK") {
+		if got := ask(t, func() (net.Conn, error) {
+			return tls.Dial("tcp", address, config)
+		}); strings.Contains(got, "200 OK") {
 			t.Errorf("%s: %s", name, got)
 		}
 	}
@@ -219,7 +232,9 @@ func TestTLS(t *testing.T) {
 	if _, err := ListenTLS("127.0.0.1:0", wire.TLSFiles{Cert: "x", Key: "y"}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
-	if _, err := ListenTLS("127.0.0.1:0", wire.TLSFiles{Cert: ca.path("host", "pem"), Key: ca.path("host", "key"), CA: ca.path("host", "key")}); !errors.Is(err, fault.ErrInvalid) {
+	if _, err := ListenTLS("127.0.0.1:0", wire.TLSFiles{
+		Cert: ca.path("host", "pem"), Key: ca.path("host", "key"), CA: ca.path("host", "key"),
+	}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}
 	if n := strings.Count(logged(), "CN=late") + strings.Count(logged(), "status=200"); n != 6 {

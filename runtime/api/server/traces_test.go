@@ -39,10 +39,12 @@ func (tracedService) Pause(context.Context, string) error { return nil }
 // service this is, is in no trace.
 func TestTraced(t *testing.T) {
 	made := tracetest.NewSpanRecorder()
-	socket := serving(t, tracedService{}, Options{Tracer: sdk.NewTracerProvider(sdk.WithSpanProcessor(made)).Tracer("test")})
-	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "unix", socket)
-	}}}
+	socket := serving(t, tracedService{},
+		Options{Tracer: sdk.NewTracerProvider(sdk.WithSpanProcessor(made)).Tracer("test")})
+	c := &http.Client{Transport: &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", socket)
+		}}}
 	const parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 	for _, ask := range []struct {
 		method, path, upgrade string
@@ -56,8 +58,14 @@ func TestTraced(t *testing.T) {
 		{"POST", "/v1/stats", "", "", "POST /v1/stats"},
 		{"POST", "/v1/sandboxes/c/plan", "", "", "POST /v1/sandboxes/{sandbox}/plan"},
 		{"POST", "/v1/leases/l/renew", "", "", "POST /v1/leases/{lease}/renew"},
-		{"POST", "/v1/sandboxes/c/pause", "", "POST /v1/sandboxes/{sandbox}/pause", "POST /v1/sandboxes/{sandbox}/pause"},
-		{"GET", "/v1/sandboxes/c/exec", "other", "GET /v1/sandboxes/{sandbox}/exec", "GET /v1/sandboxes/{sandbox}/exec"},
+		{
+			"POST", "/v1/sandboxes/c/pause", "", "POST /v1/sandboxes/{sandbox}/pause",
+			"POST /v1/sandboxes/{sandbox}/pause",
+		},
+		{
+			"GET", "/v1/sandboxes/c/exec", "other", "GET /v1/sandboxes/{sandbox}/exec",
+			"GET /v1/sandboxes/{sandbox}/exec",
+		},
 	} {
 		for _, header := range []string{"", "nonsense", parent} {
 			made.Reset()
@@ -65,7 +73,8 @@ func TestTraced(t *testing.T) {
 			if ask.method == "POST" {
 				body = "{}"
 			}
-			r, err := http.NewRequestWithContext(t.Context(), ask.method, "http://agentbox"+ask.path, strings.NewReader(body))
+			r, err := http.NewRequestWithContext(t.Context(), ask.method, "http://agentbox"+ask.path,
+				strings.NewReader(body))
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -189,7 +189,8 @@ func (t *turns) crowded() error {
 		longest = max(longest, time.Since(q.turns[0].since))
 	}
 	t.metrics.refused()
-	return &errCrowded{&runtime.Error{Op: "serve", Err: fmt.Errorf("%w: %d requests wait for their turn", runtime.ErrBusy, t.room),
+	return &errCrowded{&runtime.Error{Op: "serve", Err: fmt.Errorf("%w: %d requests wait for their turn",
+		runtime.ErrBusy, t.room),
 		Hint: fmt.Sprintf("Nothing was done: try again in %s.", longest.Round(time.Second))}, longest}
 }
 
@@ -231,7 +232,10 @@ func (t *turn) aside() (back func()) {
 
 // errEnding is the error of what comes when the service is about to end.
 func errEnding() error {
-	return &runtime.Error{Op: "serve", Err: fmt.Errorf("%w: the service is about to end", runtime.ErrBusy), Hint: "Try again in a moment."}
+	return &runtime.Error{
+		Op: "serve", Err: fmt.Errorf("%w: the service is about to end", runtime.ErrBusy),
+		Hint: "Try again in a moment.",
+	}
 }
 
 // inTurn is take for a verb that is heavy, and nothing for another one.

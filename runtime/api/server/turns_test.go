@@ -87,11 +87,13 @@ func TestTurns(t *testing.T) {
 		t.Fatal(err)
 	}
 	resp.Body.Close()
-	if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" || resp.Header.Get("Retry-After") == "0" {
+	if resp.StatusCode != http.StatusServiceUnavailable || resp.Header.Get("Retry-After") == "" ||
+		resp.Header.Get("Retry-After") == "0" {
 		t.Error(resp.StatusCode, resp.Header)
 	}
 	_, err = c.Checkpoint(t.Context(), "5", runtime.CheckpointOptions{})
-	if !errors.Is(err, fault.ErrBusy) || len(fault.Hint(err)) != 1 || !strings.Contains(err.Error(), "3 requests wait for their turn") {
+	if !errors.Is(err, fault.ErrBusy) || len(fault.Hint(err)) != 1 ||
+		!strings.Contains(err.Error(), "3 requests wait for their turn") {
 		t.Error(err, fault.Hint(err))
 	}
 	// A verb that only reads, or waits for others, needs no turn.
@@ -125,7 +127,10 @@ func TestTurns(t *testing.T) {
 		t.Error(err)
 	}
 	_, data := fetched(t, c, "/metrics")
-	for _, want := range []string{`agentbox_heavy_verbs{state="at work"} 0`, "agentbox_heavy_verbs_refused_total 2", "agentbox_turn_wait_seconds_count 3"} {
+	for _, want := range []string{
+		`agentbox_heavy_verbs{state="at work"} 0`, "agentbox_heavy_verbs_refused_total 2",
+		"agentbox_turn_wait_seconds_count 3",
+	} {
 		if !bytes.Contains(data, []byte(want+"\n")) {
 			t.Errorf("no %q in\n%s", want, data)
 		}
@@ -148,7 +153,8 @@ func TestTurnAside(t *testing.T) {
 	c = client(t, serving(t, svc, Options{Turns: 1, TurnTime: time.Hour}))
 	for range 3 {
 		depth = 0
-		if got, err := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); err != nil || got.ID != "deep" || depth != 5 {
+		if got, err := c.Checkpoint(t.Context(), "c", runtime.CheckpointOptions{}); err != nil ||
+			got.ID != "deep" || depth != 5 {
 			t.Fatal(got, err, depth)
 		}
 	}

@@ -78,7 +78,9 @@ func (p Problem) Err() error {
 	}
 	inner := &Remote{Text: text}
 	if p.Command != nil {
-		inner.is = append(inner.is, &runtime.ExecError{Command: p.Command.Command, Code: p.Command.Exit, Err: errors.New(text)})
+		inner.is = append(inner.is, &runtime.ExecError{
+			Command: p.Command.Command, Code: p.Command.Exit, Err: errors.New(text),
+		})
 	}
 	for _, code := range p.Codes {
 		for _, c := range Codes {

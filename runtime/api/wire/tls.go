@@ -32,5 +32,7 @@ func (f TLSFiles) Config() (*tls.Config, *x509.CertPool, error) {
 	if !pool.AppendCertsFromPEM(data) {
 		return nil, nil, fmt.Errorf("%w: %s has no certificate", runtime.ErrInvalid, f.CA)
 	}
-	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"}}, pool, nil
+	return &tls.Config{
+		MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{cert}, NextProtos: []string{"http/1.1"},
+	}, pool, nil
 }

@@ -14,7 +14,8 @@ import (
 const maxDepth = 64
 
 // freeKeys are the objects whose keys users choose: "a" and "A" are two there.
-var freeKeys = []string{"annotations", "auxiliaryaddresses", "config", "driveropts", "endpointsconfig", "exposedports", "labels",
+var freeKeys = []string{"annotations", "auxiliaryaddresses", "config", "driveropts", "endpointsconfig",
+	"exposedports", "labels",
 	"options", "portbindings", "storageopt", "sysctls", "tmpfs", "volumes"}
 
 // errUnknownField is wrapped by the error for a field that the judge does not know.

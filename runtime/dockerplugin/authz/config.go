@@ -20,8 +20,10 @@ var (
 // The paths of /proc and /sys that engines hide: all those of the newest engine, since a
 // list in a call replaces the engine's own, and has to hold these at least.
 var (
-	maskedPaths = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
-		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap", "/sys/firmware"}
+	maskedPaths = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore",
+		"/proc/keys", "/proc/latency_stats",
+		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
+		"/sys/devices/virtual/powercap", "/sys/firmware"}
 	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
 )
 
@@ -55,7 +57,8 @@ func (j *Judge) hostConfig(hc *container.HostConfig, f *findings) {
 		f.add("runtime", "runtimes", "the runtime %s is not allowed", quote(hc.Runtime))
 	}
 	if !slices.Contains(plainLogDrivers, hc.LogConfig.Type) && !slices.Contains(p.LogDrivers, hc.LogConfig.Type) {
-		f.add("log driver", "log_drivers", "the log driver %s, which runs in dockerd on the host, is not allowed", quote(hc.LogConfig.Type))
+		f.add("log driver", "log_drivers", "the log driver %s, which runs in dockerd on the host, is not allowed",
+			quote(hc.LogConfig.Type))
 	}
 	for _, key := range sorted(hc.Sysctls) {
 		if !matchesAny(p.Sysctls, key) {
@@ -64,7 +67,8 @@ func (j *Judge) hostConfig(hc *container.HostConfig, f *findings) {
 	}
 	for _, key := range sorted(hc.Annotations) {
 		if !matchesAny(p.Annotations, key) {
-			f.add("annotation", "annotations", "%s is not allowed: annotations command the runtime on the host", quote(key))
+			f.add("annotation", "annotations",
+				"%s is not allowed: annotations command the runtime on the host", quote(key))
 		}
 	}
 	if hc.OomScoreAdj < 0 && !p.Priority {
@@ -83,7 +87,8 @@ func (j *Judge) namespace(kind, mode string, f *findings) {
 		j.hostNamespace(kind, f)
 	case "container":
 		if !j.policy.JoinContainers && strings.Contains(mode, ":") {
-			f.add("other container's namespace", "join_containers", "%s: the %s namespace of another container may be the host's", quote(mode), kind)
+			f.add("other container's namespace", "join_containers",
+				"%s: the %s namespace of another container may be the host's", quote(mode), kind)
 		}
 	}
 }
@@ -139,7 +144,8 @@ func (j *Judge) securityOpt(hc *container.HostConfig, f *findings) {
 	unmasked := hc.MaskedPaths != nil && missesOne(hc.MaskedPaths, slices.Concat(maskedPaths, throttles())) ||
 		hc.ReadonlyPaths != nil && missesOne(hc.ReadonlyPaths, readonlyPaths)
 	if unmasked && !j.allowsOption("systempaths", "unconfined") {
-		f.add("security option", "security_opt", "systempaths=unconfined, or less of /proc and /sys hidden than usual, is not allowed")
+		f.add("security option", "security_opt",
+			"systempaths=unconfined, or less of /proc and /sys hidden than usual, is not allowed")
 	}
 }
 
@@ -160,7 +166,8 @@ func missesOne(have, want []string) bool {
 func (j *Judge) resources(r *container.Resources, f *findings) {
 	p := &j.policy
 	if len(r.Devices) > maxPaths {
-		f.add("device", "", "%d devices in one container; %d are the most that the judge looks at", len(r.Devices), maxPaths)
+		f.add("device", "", "%d devices in one container; %d are the most that the judge looks at",
+			len(r.Devices), maxPaths)
 		return
 	}
 	for _, d := range r.Devices {
@@ -189,7 +196,8 @@ func (j *Judge) resources(r *container.Resources, f *findings) {
 		f.add("priority", "priority", "real-time scheduling can take the processors from the host")
 	}
 	if r.OomKillDisable != nil && *r.OomKillDisable {
-		f.add("priority", "priority", "a container that the kernel does not kill when memory runs out can stop the host")
+		f.add("priority", "priority",
+			"a container that the kernel does not kill when memory runs out can stop the host")
 	}
 	for _, u := range r.Ulimits {
 		if u != nil && slices.Contains(greedyUlimits, strings.ToLower(u.Name)) {

@@ -49,7 +49,8 @@ func plugin(file string) error {
 		return err
 	}
 	fmt.Println("ready")
-	return dockerplugin.Serve(ctx, l, dockerplugin.Options{Authz: authz.Handler(authz.NewJudge(policy, authz.Options{}))})
+	return dockerplugin.Serve(ctx, l,
+		dockerplugin.Options{Authz: authz.Handler(authz.NewJudge(policy, authz.Options{}))})
 }
 
 // host is a network and mount namespace with a /run of its own, in which
@@ -132,7 +133,8 @@ func (h *host) dockerd() {
 	config := filepath.Join(h.dir, "daemon.json")
 	h.write("daemon.json", fmt.Sprintf(`{"deprecated-key-path": %q}`, filepath.Join(h.dir, "key.json")))
 	var log bytes.Buffer
-	cmd := h.command("dockerd", "--config-file", config, "--data-root", filepath.Join(h.dir, "data"), "--exec-root", "/run/docker-exec",
+	cmd := h.command("dockerd", "--config-file", config, "--data-root", filepath.Join(h.dir, "data"),
+		"--exec-root", "/run/docker-exec",
 		"-p", "/run/dockerd.pid", "-H", "unix:///run/docker.sock", "--iptables=false", "--ip6tables=false",
 		"--authorization-plugin", "agentbox")
 	cmd.Stdout, cmd.Stderr = &log, &log
@@ -284,7 +286,8 @@ func TestDockerd(t *testing.T) {
 	refused := func(key string, args ...string) {
 		t.Helper()
 		out, err := h.docker(args...)
-		if err == nil || !strings.Contains(out, "authorization denied by plugin agentbox: ") || !strings.Contains(out, "policy key "+key+")") {
+		if err == nil || !strings.Contains(out, "authorization denied by plugin agentbox: ") ||
+			!strings.Contains(out, "policy key "+key+")") {
 			t.Errorf("docker %v: not refused for %s: %v\n%s", args, key, err, out)
 		}
 	}
@@ -294,7 +297,8 @@ func TestDockerd(t *testing.T) {
 	passes("inside", run("-v", d+"/work/a:/w", "box", "cat", "/w/f")...)
 	passes("inside", run("--mount", "type=bind,src="+d+"/work/a,dst=/w", "box", "cat", "/w/f")...)
 	passes("readable", run("-v", d+"/ro:/w:ro", "box", "cat", "/w/f")...)
-	passes("", run("-v", "vol:/v", "--tmpfs", "/t", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "-m", "100m", "box", "true")...)
+	passes("", run("-v", "vol:/v", "--tmpfs", "/t", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "-m",
+		"100m", "box", "true")...)
 	passes("", "create", "--name", "c1", "box", "sleep", "1000")
 	passes("c1", "start", "c1")
 	passes("exec", "exec", "c1", "sh", "-c", "echo exec")
@@ -309,12 +313,17 @@ func TestDockerd(t *testing.T) {
 	passes("", "tag", "box2", "box4")
 	passes("", "rmi", "box2", "box4", "box3")
 	passes("", "network", "create", "n1")
-	passes("", "network", "create", "--subnet", "10.213.0.0/24", "--gateway", "10.213.0.1", "--ip-range", "10.213.0.128/25", "--aux-address", "a=10.213.0.2",
+	passes("", "network", "create", "--subnet", "10.213.0.0/24", "--gateway", "10.213.0.1", "--ip-range",
+		"10.213.0.128/25", "--aux-address", "a=10.213.0.2",
 		"-o", "com.docker.network.driver.mtu=1400", "--label", "a=b", "n2")
-	passes("10.213.0.", run("--network", "n2", "--ip", "10.213.0.9", "--network-alias", "web", "-p", "127.0.0.1:0:80", "--expose", "81", "--dns", "10.213.0.1",
-		"--add-host", "x:10.213.0.3", "--health-cmd", "true", "--ulimit", "nofile=100:200", "--ulimit", "core=0", "--shm-size", "32m", "--cpus", "1",
-		"--pids-limit", "50", "--oom-score-adj", "100", "--init=false", "--label", "com.docker.compose.project=p", "--stop-signal", "TERM", "-e", "A=1",
-		"--log-opt", "max-size=1m", "--hostname", "h", "--read-only", "--mount", "type=tmpfs,dst=/t,tmpfs-size=1m", "--mount", "type=volume,src=vol,dst=/v,volume-nocopy",
+	passes("10.213.0.", run("--network", "n2", "--ip", "10.213.0.9", "--network-alias", "web", "-p", "127.0.0.1:0:80",
+		"--expose", "81", "--dns", "10.213.0.1",
+		"--add-host", "x:10.213.0.3", "--health-cmd", "true", "--ulimit", "nofile=100:200", "--ulimit", "core=0",
+		"--shm-size", "32m", "--cpus", "1",
+		"--pids-limit", "50", "--oom-score-adj", "100", "--init=false", "--label", "com.docker.compose.project=p",
+		"--stop-signal", "TERM", "-e", "A=1",
+		"--log-opt", "max-size=1m", "--hostname", "h", "--read-only", "--mount", "type=tmpfs,dst=/t,tmpfs-size=1m",
+		"--mount", "type=volume,src=vol,dst=/v,volume-nocopy",
 		"box", "cat", "/etc/hosts")...)
 	passes("", "network", "connect", "--alias", "a", "n2", "c2")
 	passes("", "network", "disconnect", "n2", "c2")
@@ -323,7 +332,8 @@ func TestDockerd(t *testing.T) {
 	refused("networks.options", "network", "create", "-o", "com.docker.network.bridge.name=docker0", "n3")
 	refused("networks.ipam_drivers", "network", "create", "--ipam-driver", "dhcp", "n3")
 	refused("networks.config_from", "network", "create", "--config-from", "n1", "n3")
-	refused("sysctls", "network", "connect", "--driver-opt", "com.docker.network.endpoint.sysctls=net.ipv4.conf.IFNAME.forwarding=1", "n1", "c2")
+	refused("sysctls", "network", "connect", "--driver-opt",
+		"com.docker.network.endpoint.sysctls=net.ipv4.conf.IFNAME.forwarding=1", "n1", "c2")
 	refused("priority", run("--oom-score-adj", "-500", "box", "true")...)
 	refused("priority", run("--ulimit", "rtprio=99", "box", "true")...)
 	refused("image_urls", "import", "http://127.0.0.1:1/x.tar", "x")
@@ -357,7 +367,10 @@ func TestDockerd(t *testing.T) {
 	big := `{"Image":"box","Labels":{"x":"` + strings.Repeat("x", 1<<20) + `"},"HostConfig":{"Privileged":true}}`
 	for _, c := range []struct{ uri, kind, body string }{
 		{"/containers/create", "application/json", `{"Image":"box","Cmd":["true"],"Privileged":true}`},
-		{"/v1.41/containers/%63reate", "application/json", `{"Image":"box","Cmd":["true"],"hostconfig":{"PRIVILEGED":true}}`},
+		{
+			"/v1.41/containers/%63reate", "application/json",
+			`{"Image":"box","Cmd":["true"],"hostconfig":{"PRIVILEGED":true}}`,
+		},
 		{"/containers/create", "application/json", big},
 		{"/containers/create?name=/auth", "application/json", `{"Image":"box","HostConfig":{"Privileged":true}}`},
 		{"/containers/create", "text/plain", `{"Image":"box","HostConfig":{"Privileged":true}}`},
@@ -379,7 +392,8 @@ func TestDockerd(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out, err := h.docker(run("--network", strings.TrimSpace(id), "box", "ls", "-l", "/proc/self/ns/net")...); err == nil && (strings.Contains(out, ns) || !strings.Contains(out, "net:[")) {
+	if out, err := h.docker(run("--network", strings.TrimSpace(id), "box", "ls", "-l",
+		"/proc/self/ns/net")...); err == nil && (strings.Contains(out, ns) || !strings.Contains(out, "net:[")) {
 		t.Errorf("the host's network by its id: %s", out)
 	}
 

@@ -29,7 +29,8 @@ func TestHandler(t *testing.T) {
 	defer slog.SetDefault(old)
 	h := Handler(NewJudge(nil, Options{}))
 
-	req, err := json.Marshal(Request{User: "eve", RequestMethod: "POST", RequestURI: "/v1.41/containers/create?name=secret",
+	req, err := json.Marshal(Request{User: "eve", RequestMethod: "POST",
+		RequestURI:  "/v1.41/containers/create?name=secret",
 		RequestBody: []byte(`{"HostConfig":{"Privileged":true}}`)})
 	if err != nil {
 		t.Fatal(err)
@@ -42,16 +43,22 @@ func TestHandler(t *testing.T) {
 	if strings.Count(line, "\n") != 1 || strings.Contains(line, "secret") {
 		t.Errorf("not one line, or the query in it: %s", line)
 	}
-	for _, want := range []string{"denied", "method=POST", "path=/v1.41/containers/create", "user=eve", "rule=privileged", "key=privileged"} {
+	for _, want := range []string{
+		"denied", "method=POST", "path=/v1.41/containers/create", "user=eve", "rule=privileged", "key=privileged",
+	} {
 		if !strings.Contains(line, want) {
 			t.Errorf("no %s in %s", want, line)
 		}
 	}
 
-	if code, r := post(t, h, "/AuthZPlugin.AuthZReq", `{"RequestMethod":"GET","RequestUri":"/_ping"}`); code != 200 || !r.Allow || r.Msg != "" {
+	if code, r := post(t, h, "/AuthZPlugin.AuthZReq", `{"RequestMethod":"GET","RequestUri":"/_ping"}`); code != 200 ||
+		!r.Allow || r.Msg != "" {
 		t.Errorf("%d %+v", code, r)
 	}
-	for _, bad := range []string{"", "{", "[]", `{"RequestBody":7}`, `{"RequestBody":"!"}`, `{"RequestBody":"` + strings.Repeat("A", maxRequest) + `"}`, "{}"} {
+	for _, bad := range []string{
+		"", "{", "[]", `{"RequestBody":7}`, `{"RequestBody":"!"}`,
+		`{"RequestBody":"` + strings.Repeat("A", maxRequest) + `"}`, "{}",
+	} {
 		if code, r := post(t, h, "/AuthZPlugin.AuthZReq", bad); code != 200 || r.Allow || r.Msg == "" {
 			t.Errorf("%.40s: %d %+v", bad, code, r)
 		}

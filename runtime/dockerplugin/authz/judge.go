@@ -231,14 +231,17 @@ func (j *Judge) route(c *call, f *findings) {
 		return
 	case reads:
 		return
-	case slices.Contains([]string{"swarm", "services", "nodes", "secrets", "configs", "tasks"}, first), c.is("PUT", "/volumes/{}"):
+	case slices.Contains([]string{"swarm", "services", "nodes", "secrets", "configs", "tasks"}, first),
+		c.is("PUT", "/volumes/{}"):
 		if !j.policy.Swarm {
-			f.add("swarm", "swarm", "services can mount anything of the host, so %s %s is refused", c.RequestMethod, quote(c.path))
+			f.add("swarm", "swarm", "services can mount anything of the host, so %s %s is refused",
+				c.RequestMethod, quote(c.path))
 		}
 		return
 	case first == "plugins":
 		if !j.policy.Plugins {
-			f.add("engine plugins", "plugins", "engine plugins are root on the host, so %s %s is refused", c.RequestMethod, quote(c.path))
+			f.add("engine plugins", "plugins", "engine plugins are root on the host, so %s %s is refused",
+				c.RequestMethod, quote(c.path))
 		}
 		return
 	}
@@ -281,7 +284,8 @@ func (j *Judge) other(c *call, f *findings) {
 		}
 	}
 	if j.policy.UnknownCalls != Allow {
-		f.add("unknown call", "unknown_calls", "%s %s is no call that the judge knows", quote(c.RequestMethod), quote(c.path))
+		f.add("unknown call", "unknown_calls", "%s %s is no call that the judge knows",
+			quote(c.RequestMethod), quote(c.path))
 	}
 }
 
@@ -368,7 +372,8 @@ func (j *Judge) form(c *call, f *findings) {
 	}
 	media, _, err := mime.ParseMediaType(kind)
 	if err != nil || media == "application/x-www-form-urlencoded" || media == "multipart/form-data" {
-		f.add("unreadable body", "", "a body declared as %s can hold parameters that the judge is not shown", quote(kind))
+		f.add("unreadable body", "",
+			"a body declared as %s can hold parameters that the judge is not shown", quote(kind))
 	}
 }
 

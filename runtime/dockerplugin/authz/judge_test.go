@@ -43,7 +43,8 @@ func tree(t *testing.T) string {
 	must(os.Chmod(filepath.Join(top, "open"), 0o777))
 	for link, to := range map[string]string{
 		"work/root": "/", "work/up": "../../001/ro", "work/rel": "a", "work/loop": "loop", "work/etc": "/etc",
-		"work/proc": "/proc/self/root", "work/sock": "/var/run/docker.sock", "alias": "work", "work/dangling": "/nonexistent/x",
+		"work/proc": "/proc/self/root", "work/sock": "/var/run/docker.sock", "alias": "work",
+		"work/dangling": "/nonexistent/x",
 	} {
 		must(os.Symlink(to, filepath.Join(top, link)))
 	}
@@ -111,27 +112,58 @@ func text(s, top string) []byte {
 // passes, "-" if no key of the policy opens it.
 var cases = []struct{ name, method, uri, body, key string }{
 	// what passes
-	{"plain run", "POST", "/v1.41/containers/create", `{"Image":"x","Cmd":["true"],"HostConfig":{"NetworkMode":"default","IpcMode":"","LogConfig":{"Type":"","Config":{}},"MaskedPaths":null}}`, "ok"},
+	{
+		"plain run", "POST", "/v1.41/containers/create",
+		`{"Image":"x","Cmd":["true"],"HostConfig":{"NetworkMode":"default","IpcMode":"","LogConfig":{"Type":"","Config":{}},"MaskedPaths":null}}`, "ok",
+	},
 	{"no HostConfig", "POST", "/containers/create", `{"Image":"x"}`, "ok"},
 	{"named volume", "POST", "/containers/create", `{"HostConfig":{"Binds":["vol:/x:ro"]}}`, "ok"},
 	{"anonymous volume", "POST", "/containers/create", `{"Volumes":{"/x":{}},"HostConfig":{"Binds":["/x"]}}`, "ok"},
-	{"volume mount", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"volume","Source":"v","Target":"/x"}]}}`, "ok"},
-	{"tmpfs", "POST", "/containers/create", `{"HostConfig":{"Tmpfs":{"/run":"rw,size=1m"},"Mounts":[{"Type":"tmpfs","Target":"/x"}]}}`, "ok"},
-	{"default capability", "POST", "/containers/create", `{"HostConfig":{"CapDrop":["ALL"],"CapAdd":["CHOWN","cap_setuid"]}}`, "ok"},
-	{"tightened", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["no-new-privileges","no-new-privileges:true","seccomp=builtin"]}}`, "ok"},
+	{
+		"volume mount", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"volume","Source":"v","Target":"/x"}]}}`, "ok",
+	},
+	{
+		"tmpfs", "POST", "/containers/create",
+		`{"HostConfig":{"Tmpfs":{"/run":"rw,size=1m"},"Mounts":[{"Type":"tmpfs","Target":"/x"}]}}`, "ok",
+	},
+	{
+		"default capability", "POST", "/containers/create",
+		`{"HostConfig":{"CapDrop":["ALL"],"CapAdd":["CHOWN","cap_setuid"]}}`, "ok",
+	},
+	{
+		"tightened", "POST", "/containers/create",
+		`{"HostConfig":{"SecurityOpt":["no-new-privileges","no-new-privileges:true","seccomp=builtin"]}}`, "ok",
+	},
 	{"our runtime", "POST", "/containers/create", `{"HostConfig":{"Runtime":"agentbox"}}`, "ok"},
-	{"full masks", "POST", "/containers/create", `{"HostConfig":{"ReadonlyPaths":["/proc/bus","/proc/fs","/proc/irq","/proc/sys","/proc/sysrq-trigger"],"MaskedPaths":[MASKS]}}`, "ok"},
+	{
+		"full masks", "POST", "/containers/create",
+		`{"HostConfig":{"ReadonlyPaths":["/proc/bus","/proc/fs","/proc/irq","/proc/sys","/proc/sysrq-trigger"],"MaskedPaths":[MASKS]}}`, "ok",
+	},
 	{"labels in two cases", "POST", "/containers/create", `{"Labels":{"a":"1","A":"2"}}`, "ok"},
 	{"allowed dir", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a:/x"]}}`, "ok"},
-	{"allowed dir that does not exist", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/new:/x"]}}`, "ok"},
-	{"allowed through an alias", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/alias/a:/x:rw,z"]}}`, "ok"},
+	{
+		"allowed dir that does not exist", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/new:/x"]}}`, "ok",
+	},
+	{
+		"allowed through an alias", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/alias/a:/x:rw,z"]}}`, "ok",
+	},
 	{"allowed with slashes", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP//work/./a///:/x"]}}`, "ok"},
 	{"allowed, dots", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a/../a:/x"]}}`, "ok"},
-	{"allowed by Mounts", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/work/rel","Target":"/x"}]}}`, "ok"},
+	{
+		"allowed by Mounts", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/work/rel","Target":"/x"}]}}`, "ok",
+	},
 	{"read-only", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/ro/data:/x:ro"]}}`, "ok"},
 	{"exact entry", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/box:/x"]}}`, "ok"},
 	{"top of a deep entry", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/deep:/x"]}}`, "ok"},
-	{"allowed device", "POST", "/containers/create", `{"HostConfig":{"Devices":[{"PathOnHost":"/dev/null","PathInContainer":"/dev/n","CgroupPermissions":"rwm"}]}}`, "ok"},
+	{
+		"allowed device", "POST", "/containers/create",
+		`{"HostConfig":{"Devices":[{"PathOnHost":"/dev/null","PathInContainer":"/dev/n","CgroupPermissions":"rwm"}]}}`,
+		"ok",
+	},
 	{"start", "POST", "/v1.41/containers/x/start", ``, "ok"},
 	{"old start without a body", "POST", "/v1.20/containers/x/start", ``, "ok"},
 	{"stop, kill, wait", "POST", "/v1.41/containers/x/wait?condition=removed", ``, "ok"},
@@ -145,17 +177,35 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"pull", "POST", "/images/create?fromImage=x", ``, "ok"},
 	{"commit", "POST", "/commit?container=x", ``, "ok"},
 	{"plain volume", "POST", "/volumes/create", `{"Name":"v","Driver":"local","DriverOpts":{}}`, "ok"},
-	{"tmpfs volume", "POST", "/volumes/create", `{"DriverOpts":{"type":"tmpfs","device":"tmpfs","o":"size=1m,uid=1000"}}`, "ok"},
-	{"bound volume of an allowed dir", "POST", "/volumes/create", `{"DriverOpts":{"type":"none","device":"TOP/work/a","o":"bind"}}`, "ok"},
-	{"our volume of an allowed dir", "POST", "/volumes/create", `{"Driver":"agentbox","DriverOpts":{"from":"TOP/ro/data"}}`, "ok"},
+	{
+		"tmpfs volume", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"tmpfs","device":"tmpfs","o":"size=1m,uid=1000"}}`, "ok",
+	},
+	{
+		"bound volume of an allowed dir", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"none","device":"TOP/work/a","o":"bind"}}`, "ok",
+	},
+	{
+		"our volume of an allowed dir", "POST", "/volumes/create",
+		`{"Driver":"agentbox","DriverOpts":{"from":"TOP/ro/data"}}`, "ok",
+	},
 	{"network", "POST", "/networks/create", `{"Name":"n","Driver":"bridge"}`, "ok"},
-	{"network of an own subnet", "POST", "/networks/create", `{"Name":"n","CheckDuplicate":true,"IPAM":{"Driver":"default","Options":null,"Config":[{"Subnet":"10.99.0.0/24","IPRange":"10.99.0.128/25","Gateway":"10.99.0.1","AuxiliaryAddresses":{"a":"10.99.0.2","A":"10.99.0.3"}},{"Subnet":"fd99::/64"}]},"Options":{"com.docker.network.driver.mtu":"1400","com.docker.network.bridge.gateway_mode_ipv4":"isolated"},"Labels":{}}`, "ok"},
-	{"connect", "POST", "/networks/n/connect", `{"Container":"x","EndpointConfig":{"IPAMConfig":{"IPv4Address":"10.99.0.9"},"Aliases":["a"],"DriverOpts":{"com.docker.network.endpoint.ifname":"eth7"}}}`, "ok"},
+	{
+		"network of an own subnet", "POST", "/networks/create",
+		`{"Name":"n","CheckDuplicate":true,"IPAM":{"Driver":"default","Options":null,"Config":[{"Subnet":"10.99.0.0/24","IPRange":"10.99.0.128/25","Gateway":"10.99.0.1","AuxiliaryAddresses":{"a":"10.99.0.2","A":"10.99.0.3"}},{"Subnet":"fd99::/64"}]},"Options":{"com.docker.network.driver.mtu":"1400","com.docker.network.bridge.gateway_mode_ipv4":"isolated"},"Labels":{}}`, "ok",
+	},
+	{
+		"connect", "POST", "/networks/n/connect",
+		`{"Container":"x","EndpointConfig":{"IPAMConfig":{"IPv4Address":"10.99.0.9"},"Aliases":["a"],"DriverOpts":{"com.docker.network.endpoint.ifname":"eth7"}}}`, "ok",
+	},
 	{"disconnect", "POST", "/networks/n/disconnect", `{"Container":"x","Force":true}`, "ok"},
 	{"login", "POST", "/auth", `{"username":"a","password":"b","serveraddress":"c"}`, "ok"},
 	{"import of a file", "POST", "/images/create?fromSrc=-&repo=x", ``, "ok"},
 	{"commit of a configuration", "POST", "/commit?container=x", `{"Env":["A=1"],"Labels":{"a":"b"}}`, "ok"},
-	{"health and ports", "POST", "/containers/create", `{"Healthcheck":{"Test":["NONE"],"Interval":1},"ExposedPorts":{"80/tcp":{}},"HostConfig":{"PortBindings":{"80/tcp":[{"HostIp":"","HostPort":"8080"}]},"OomScoreAdj":500,"OomKillDisable":false,"Ulimits":[{"Name":"nofile","Hard":9,"Soft":9},{"Name":"memlock","Hard":-1,"Soft":-1}]}}`, "ok"},
+	{
+		"health and ports", "POST", "/containers/create",
+		`{"Healthcheck":{"Test":["NONE"],"Interval":1},"ExposedPorts":{"80/tcp":{}},"HostConfig":{"PortBindings":{"80/tcp":[{"HostIp":"","HostPort":"8080"}]},"OomScoreAdj":500,"OomKillDisable":false,"Ulimits":[{"Name":"nofile","Hard":9,"Soft":9},{"Name":"memlock","Hard":-1,"Soft":-1}]}}`, "ok",
+	},
 	{"checkpoint", "POST", "/containers/x/checkpoints", `{"CheckpointID":"c1","Exit":true}`, "ok"},
 	{"a container called checkpoints", "POST", "/containers/checkpoints/stop", ``, "ok"},
 
@@ -168,7 +218,10 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"privileged exec", "POST", "/containers/x/exec", `{"Privileged":true}`, "privileged"},
 	{"privileged exec in checkpoints", "POST", "/containers/checkpoints/exec", `{"Privileged":true}`, "privileged"},
 	{"host network", "POST", "/containers/create", `{"HostConfig":{"NetworkMode":"host"}}`, "host_namespaces"},
-	{"host network, endpoint", "POST", "/containers/create", `{"NetworkingConfig":{"EndpointsConfig":{"host":{}}}}`, "host_namespaces"},
+	{
+		"host network, endpoint", "POST", "/containers/create",
+		`{"NetworkingConfig":{"EndpointsConfig":{"host":{}}}}`, "host_namespaces",
+	},
 	{"host network, connect", "POST", "/networks/host/connect", `{"Container":"x"}`, "host_namespaces"},
 	{"host pid", "POST", "/containers/create", `{"HostConfig":{"PidMode":"host"}}`, "host_namespaces"},
 	{"host ipc", "POST", "/containers/create", `{"HostConfig":{"IpcMode":"host"}}`, "host_namespaces"},
@@ -176,57 +229,145 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"host user", "POST", "/containers/create", `{"HostConfig":{"UsernsMode":"host"}}`, "host_namespaces"},
 	{"host cgroup", "POST", "/containers/create", `{"HostConfig":{"CgroupnsMode":"host"}}`, "host_namespaces"},
 	{"another's pid", "POST", "/containers/create", `{"HostConfig":{"PidMode":"container:x"}}`, "join_containers"},
-	{"another's network", "POST", "/containers/create", `{"HostConfig":{"NetworkMode":"container:x"}}`, "join_containers"},
+	{
+		"another's network", "POST", "/containers/create",
+		`{"HostConfig":{"NetworkMode":"container:x"}}`, "join_containers",
+	},
 	{"another's mounts", "POST", "/containers/create", `{"HostConfig":{"VolumesFrom":["x:ro"]}}`, "volumes_from"},
 	{"capability", "POST", "/containers/create", `{"HostConfig":{"CapAdd":["SYS_ADMIN"]}}`, "capabilities.allow"},
 	{"all capabilities", "POST", "/containers/create", `{"HostConfig":{"CapAdd":["all"]}}`, "capabilities.allow"},
-	{"capability as a string", "POST", "/containers/create", `{"HostConfig":{"CapAdd":"CAP_SYS_PTRACE"}}`, "capabilities.allow"},
-	{"apparmor", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["apparmor=unconfined"]}}`, "security_opt"},
-	{"apparmor, old", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["apparmor:unconfined"]}}`, "security_opt"},
-	{"seccomp", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["seccomp={\"defaultAction\":\"SCMP_ACT_ALLOW\"}"]}}`, "security_opt"},
+	{
+		"capability as a string", "POST", "/containers/create",
+		`{"HostConfig":{"CapAdd":"CAP_SYS_PTRACE"}}`, "capabilities.allow",
+	},
+	{
+		"apparmor", "POST", "/containers/create",
+		`{"HostConfig":{"SecurityOpt":["apparmor=unconfined"]}}`, "security_opt",
+	},
+	{
+		"apparmor, old", "POST", "/containers/create",
+		`{"HostConfig":{"SecurityOpt":["apparmor:unconfined"]}}`, "security_opt",
+	},
+	{
+		"seccomp", "POST", "/containers/create",
+		`{"HostConfig":{"SecurityOpt":["seccomp={\"defaultAction\":\"SCMP_ACT_ALLOW\"}"]}}`, "security_opt",
+	},
 	{"label", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["label=disable"]}}`, "security_opt"},
 	{"label, oldest", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["disable"]}}`, "security_opt"},
-	{"new privileges", "POST", "/containers/create", `{"HostConfig":{"SecurityOpt":["no-new-privileges=false"]}}`, "security_opt"},
+	{
+		"new privileges", "POST", "/containers/create",
+		`{"HostConfig":{"SecurityOpt":["no-new-privileges=false"]}}`, "security_opt",
+	},
 	{"unmasked", "POST", "/containers/create", `{"HostConfig":{"MaskedPaths":[],"ReadonlyPaths":[]}}`, "security_opt"},
 	{"writable proc", "POST", "/containers/create", `{"HostConfig":{"ReadonlyPaths":["/proc/bus"]}}`, "security_opt"},
 	{"runtime", "POST", "/containers/create", `{"HostConfig":{"Runtime":"kata"}}`, "runtimes"},
 	{"sysctl", "POST", "/containers/create", `{"HostConfig":{"Sysctls":{"net.core.somaxconn":"1"}}}`, "sysctls"},
 	{"cgroup parent", "POST", "/containers/create", `{"HostConfig":{"CgroupParent":"/x"}}`, "cgroup_parents"},
 	{"annotation", "POST", "/containers/create", `{"HostConfig":{"Annotations":{"a.b":"/etc/x"}}}`, "annotations"},
-	{"log driver", "POST", "/containers/create", `{"HostConfig":{"LogConfig":{"Type":"syslog","Config":{"syslog-address":"unix:///run/x"}}}}`, "log_drivers"},
+	{
+		"log driver", "POST", "/containers/create",
+		`{"HostConfig":{"LogConfig":{"Type":"syslog","Config":{"syslog-address":"unix:///run/x"}}}}`, "log_drivers",
+	},
 	{"device", "POST", "/containers/create", `{"HostConfig":{"Devices":[{"PathOnHost":"/dev/zero"}]}}`, "devices"},
-	{"device, dots", "POST", "/containers/create", `{"HostConfig":{"Devices":[{"PathOnHost":"/dev/null/../zero"}]}}`, "devices"},
+	{
+		"device, dots", "POST", "/containers/create",
+		`{"HostConfig":{"Devices":[{"PathOnHost":"/dev/null/../zero"}]}}`, "devices",
+	},
 	{"device dir", "POST", "/containers/create", `{"HostConfig":{"Devices":[{"PathOnHost":"/dev"}]}}`, "devices"},
-	{"device rule", "POST", "/containers/create", `{"HostConfig":{"DeviceCgroupRules":["c 1:1 rwm"]}}`, "device_cgroup_rules"},
-	{"gpu", "POST", "/containers/create", `{"HostConfig":{"DeviceRequests":[{"Count":-1,"Capabilities":[["gpu"]]}]}}`, "device_requests"},
-	{"cdi", "POST", "/containers/create", `{"HostConfig":{"DeviceRequests":[{"Driver":"cdi","DeviceIDs":["x/y=z"]}]}}`, "device_requests"},
-	{"host network, id of the endpoint", "POST", "/containers/create", `{"NetworkingConfig":{"EndpointsConfig":{"n":{"NetworkID":"host"}}}}`, "host_namespaces"},
+	{
+		"device rule", "POST", "/containers/create",
+		`{"HostConfig":{"DeviceCgroupRules":["c 1:1 rwm"]}}`, "device_cgroup_rules",
+	},
+	{
+		"gpu", "POST", "/containers/create",
+		`{"HostConfig":{"DeviceRequests":[{"Count":-1,"Capabilities":[["gpu"]]}]}}`, "device_requests",
+	},
+	{
+		"cdi", "POST", "/containers/create",
+		`{"HostConfig":{"DeviceRequests":[{"Driver":"cdi","DeviceIDs":["x/y=z"]}]}}`, "device_requests",
+	},
+	{
+		"host network, id of the endpoint", "POST", "/containers/create",
+		`{"NetworkingConfig":{"EndpointsConfig":{"n":{"NetworkID":"host"}}}}`, "host_namespaces",
+	},
 	{"cgroup of another", "POST", "/containers/create", `{"HostConfig":{"Cgroup":"container:x"}}`, "join_containers"},
-	{"masks of an older engine", "POST", "/containers/create", `{"HostConfig":{"MaskedPaths":["/proc/acpi","/proc/kcore","/proc/keys","/proc/latency_stats","/proc/timer_list","/proc/sched_debug","/proc/scsi","/sys/firmware"]}}`, "security_opt"},
+	{
+		"masks of an older engine", "POST", "/containers/create",
+		`{"HostConfig":{"MaskedPaths":["/proc/acpi","/proc/kcore","/proc/keys","/proc/latency_stats","/proc/timer_list","/proc/sched_debug","/proc/scsi","/sys/firmware"]}}`, "security_opt",
+	},
 	{"killed last", "POST", "/containers/create", `{"HostConfig":{"OomScoreAdj":-1}}`, "priority"},
 	{"not killed", "POST", "/containers/create", `{"HostConfig":{"OomKillDisable":true}}`, "priority"},
 	{"real time", "POST", "/containers/create", `{"HostConfig":{"CpuRealtimePeriod":1000000}}`, "priority"},
 	{"real time, update", "POST", "/containers/x/update", `{"CpuRealtimeRuntime":950000}`, "priority"},
-	{"rtprio", "POST", "/containers/create", `{"HostConfig":{"Ulimits":[{"Name":"rtprio","Hard":99,"Soft":99}]}}`, "priority"},
-	{"nice", "POST", "/containers/create", `{"HostConfig":{"Ulimits":[{"Name":"NICE","Hard":40,"Soft":40}]}}`, "priority"},
-	{"sysctl of an endpoint", "POST", "/networks/n/connect", `{"EndpointConfig":{"DriverOpts":{"com.docker.network.endpoint.sysctls":"net.ipv4.conf.IFNAME.forwarding=1"}}}`, "sysctls"},
-	{"sysctl of an endpoint, create", "POST", "/containers/create", `{"NetworkingConfig":{"EndpointsConfig":{"n":{"DriverOpts":{"com.docker.network.endpoint.sysctls":"net.ipv4.conf.IFNAME.forwarding=1"}}}}}`, "sysctls"},
-	{"option of an endpoint", "POST", "/networks/n/connect", `{"EndpointConfig":{"DriverOpts":{"com.docker.network.endpoint.x":"1"}}}`, "networks.options"},
+	{
+		"rtprio", "POST", "/containers/create",
+		`{"HostConfig":{"Ulimits":[{"Name":"rtprio","Hard":99,"Soft":99}]}}`, "priority",
+	},
+	{
+		"nice", "POST", "/containers/create",
+		`{"HostConfig":{"Ulimits":[{"Name":"NICE","Hard":40,"Soft":40}]}}`, "priority",
+	},
+	{
+		"sysctl of an endpoint", "POST", "/networks/n/connect",
+		`{"EndpointConfig":{"DriverOpts":{"com.docker.network.endpoint.sysctls":"net.ipv4.conf.IFNAME.forwarding=1"}}}`,
+		"sysctls",
+	},
+	{
+		"sysctl of an endpoint, create", "POST", "/containers/create",
+		`{"NetworkingConfig":{"EndpointsConfig":{"n":{"DriverOpts":{"com.docker.network.endpoint.sysctls":"net.ipv4.conf.IFNAME.forwarding=1"}}}}}`, "sysctls",
+	},
+	{
+		"option of an endpoint", "POST", "/networks/n/connect",
+		`{"EndpointConfig":{"DriverOpts":{"com.docker.network.endpoint.x":"1"}}}`, "networks.options",
+	},
 	{"public subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"1.1.1.0/24"}]}}`, "networks.subnets"},
-	{"everything as a subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"0.0.0.0/1"}]}}`, "networks.subnets"},
-	{"more than a pool", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.0.0.0/7"}]}}`, "networks.subnets"},
-	{"a subnet that the host routes", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.77.8.0/24"}]}}`, "networks.subnets"},
-	{"around one that the host routes", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.64.0.0/10"}]}}`, "networks.subnets"},
-	{"link-local", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"169.254.169.0/24"}]}}`, "networks.subnets"},
+	{
+		"everything as a subnet", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"0.0.0.0/1"}]}}`, "networks.subnets",
+	},
+	{
+		"more than a pool", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"10.0.0.0/7"}]}}`, "networks.subnets",
+	},
+	{
+		"a subnet that the host routes", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"10.77.8.0/24"}]}}`, "networks.subnets",
+	},
+	{
+		"around one that the host routes", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"10.64.0.0/10"}]}}`, "networks.subnets",
+	},
+	{
+		"link-local", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"169.254.169.0/24"}]}}`, "networks.subnets",
+	},
 	{"no subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.1.1.1"}]}}`, "-"},
 	{"mapped subnet", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"::ffff:10.1.1.0/120"}]}}`, "-"},
-	{"gateway elsewhere", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.99.0.0/24","Gateway":"1.1.1.1"}]}}`, "-"},
-	{"range elsewhere", "POST", "/networks/create", `{"IPAM":{"Config":[{"Subnet":"10.99.0.0/24","IPRange":"10.0.0.0/8"}]}}`, "-"},
+	{
+		"gateway elsewhere", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"10.99.0.0/24","Gateway":"1.1.1.1"}]}}`, "-",
+	},
+	{
+		"range elsewhere", "POST", "/networks/create",
+		`{"IPAM":{"Config":[{"Subnet":"10.99.0.0/24","IPRange":"10.0.0.0/8"}]}}`, "-",
+	},
 	{"gateway alone", "POST", "/networks/create", `{"IPAM":{"Config":[{"Gateway":"192.168.1.1"}]}}`, "-"},
-	{"ipam driver", "POST", "/networks/create", `{"IPAM":{"Driver":"dhcp","Options":{"a":"b"}}}`, "networks.ipam_drivers"},
-	{"bridge of the host", "POST", "/networks/create", `{"Options":{"com.docker.network.bridge.name":"br0"}}`, "networks.options"},
-	{"routed", "POST", "/networks/create", `{"Options":{"com.docker.network.bridge.gateway_mode_ipv4":"routed"}}`, "networks.options"},
-	{"source address", "POST", "/networks/create", `{"Options":{"com.docker.network.host_ipv4":"10.0.0.1"}}`, "networks.options"},
+	{
+		"ipam driver", "POST", "/networks/create", `{"IPAM":{"Driver":"dhcp","Options":{"a":"b"}}}`,
+		"networks.ipam_drivers",
+	},
+	{
+		"bridge of the host", "POST", "/networks/create",
+		`{"Options":{"com.docker.network.bridge.name":"br0"}}`, "networks.options",
+	},
+	{
+		"routed", "POST", "/networks/create",
+		`{"Options":{"com.docker.network.bridge.gateway_mode_ipv4":"routed"}}`, "networks.options",
+	},
+	{
+		"source address", "POST", "/networks/create",
+		`{"Options":{"com.docker.network.host_ipv4":"10.0.0.1"}}`, "networks.options",
+	},
 	{"configuration of another", "POST", "/networks/create", `{"ConfigFrom":{"Network":"x"}}`, "networks.config_from"},
 	{"swarm's network", "POST", "/networks/create", `{"Scope":"swarm"}`, "swarm"},
 	{"ingress", "POST", "/networks/create", `{"Ingress":true}`, "swarm"},
@@ -234,9 +375,15 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"import of a URL", "POST", "/images/create?fromSrc=http%3A%2F%2F169.254.169.254%2F", ``, "image_urls"},
 	{"import without a scheme", "POST", "/images/create?fromSrc=-&fromSrc=127.0.0.1:2375/x", ``, "image_urls"},
 	{"unknown field of a network", "POST", "/networks/create", `{"Name":"n","Portal":true}`, "unknown_fields"},
-	{"unknown field of an endpoint", "POST", "/networks/n/connect", `{"EndpointConfig":{"Portal":1}}`, "unknown_fields"},
+	{
+		"unknown field of an endpoint", "POST", "/networks/n/connect",
+		`{"EndpointConfig":{"Portal":1}}`, "unknown_fields",
+	},
 	{"unknown field at the top", "POST", "/containers/create", `{"Portal":1}`, "unknown_fields"},
-	{"unknown field of a mount", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"tmpfs","Target":"/x","TmpfsOptions":{"Portal":1}}]}}`, "unknown_fields"},
+	{
+		"unknown field of a mount", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"tmpfs","Target":"/x","TmpfsOptions":{"Portal":1}}]}}`, "unknown_fields",
+	},
 	{"unknown field of a pull", "POST", "/images/create?fromImage=x", `{"Portal":1}`, "unknown_fields"},
 	{"unknown field of a commit", "POST", "/commit?container=x", `{"Portal":1}`, "unknown_fields"},
 	{"a body where none is taken", "POST", "/containers/x/stop", `{"t":1}`, "unknown_fields"},
@@ -247,55 +394,162 @@ var cases = []struct{ name, method, uri, body, key string }{
 	// host mounts
 	{"root", "POST", "/containers/create", `{"HostConfig":{"Binds":["/:/host"]}}`, "mounts.docker_socket"},
 	{"etc", "POST", "/containers/create", `{"HostConfig":{"Binds":["/etc/ssl:/x:ro"]}}`, "mounts.allow"},
-	{"mounts below a read-only one", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/ro/data","Target":"/x","ReadOnly":true,"BindOptions":{"ReadOnlyNonRecursive":true}}]}}`, "mounts.allow"},
-	{"etc by Mounts", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"/etc/ssl","Target":"/x","ReadOnly":true}]}}`, "mounts.allow"},
+	{
+		"mounts below a read-only one", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/ro/data","Target":"/x","ReadOnly":true,"BindOptions":{"ReadOnlyNonRecursive":true}}]}}`, "mounts.allow",
+	},
+	{
+		"etc by Mounts", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"bind","Source":"/etc/ssl","Target":"/x","ReadOnly":true}]}}`, "mounts.allow",
+	},
 	{"beside", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/workers:/x"]}}`, "mounts.allow"},
 	{"above", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work:/x"]}}`, "mounts.allow"},
 	{"dots out", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a/../../ro:/x"]}}`, "mounts.allow"},
-	{"symlink to root", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/root:/x"]}}`, "mounts.docker_socket"},
-	{"below a symlink to root", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/root/usr:/x"]}}`, "mounts.allow"},
-	{"new below a symlink", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/etc/new/dir:/x"]}}`, "mounts.allow"},
-	{"relative symlink up", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/up:/x"]}}`, "mounts.allow"},
-	{"dangling symlink", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/dangling:/x"]}}`, "mounts.allow"},
-	{"dots after a symlink", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/etc/../a:/x"]}}`, "mounts.allow"},
+	{
+		"symlink to root", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/root:/x"]}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"below a symlink to root", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/root/usr:/x"]}}`, "mounts.allow",
+	},
+	{
+		"new below a symlink", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/etc/new/dir:/x"]}}`, "mounts.allow",
+	},
+	{
+		"relative symlink up", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/up:/x"]}}`, "mounts.allow",
+	},
+	{
+		"dangling symlink", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/dangling:/x"]}}`, "mounts.allow",
+	},
+	{
+		"dots after a symlink", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/etc/../a:/x"]}}`, "mounts.allow",
+	},
 	{"loop", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/loop:/x"]}}`, "-"},
 	{"magic link", "POST", "/containers/create", `{"HostConfig":{"Binds":["/proc/1/root:/x"]}}`, "-"},
 	{"symlink to a magic link", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/proc/usr:/x"]}}`, "-"},
-	{"socket", "POST", "/containers/create", `{"HostConfig":{"Binds":["/var/run/docker.sock:/s"]}}`, "mounts.docker_socket"},
-	{"socket, other name", "POST", "/containers/create", `{"HostConfig":{"Binds":["/run/../run//docker.sock:/s:ro"]}}`, "mounts.docker_socket"},
-	{"socket through a symlink", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/sock:/s"]}}`, "mounts.docker_socket"},
-	{"dir of the socket", "POST", "/containers/create", `{"HostConfig":{"Binds":["/var/run/:/s"]}}`, "mounts.docker_socket"},
-	{"containerd's socket", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"/run/containerd/containerd.sock","Target":"/s"}]}}`, "mounts.docker_socket"},
-	{"plugin's socket", "POST", "/containers/create", `{"HostConfig":{"Binds":["/run/docker/plugins:/s"]}}`, "mounts.docker_socket"},
-	{"engine's state", "POST", "/containers/create", `{"HostConfig":{"Binds":["/var/lib/docker/volumes/x:/s"]}}`, "mounts.engine_state"},
-	{"our state", "POST", "/containers/create", `{"HostConfig":{"Binds":["/var/lib/agentbox:/s"]}}`, "mounts.engine_state"},
+	{
+		"socket", "POST", "/containers/create", `{"HostConfig":{"Binds":["/var/run/docker.sock:/s"]}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"socket, other name", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["/run/../run//docker.sock:/s:ro"]}}`, "mounts.docker_socket",
+	},
+	{
+		"socket through a symlink", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/sock:/s"]}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"dir of the socket", "POST", "/containers/create", `{"HostConfig":{"Binds":["/var/run/:/s"]}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"containerd's socket", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"bind","Source":"/run/containerd/containerd.sock","Target":"/s"}]}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"plugin's socket", "POST", "/containers/create", `{"HostConfig":{"Binds":["/run/docker/plugins:/s"]}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"engine's state", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["/var/lib/docker/volumes/x:/s"]}}`, "mounts.engine_state",
+	},
+	{
+		"our state", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["/var/lib/agentbox:/s"]}}`, "mounts.engine_state",
+	},
 	{"guarded", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/state:/s"]}}`, "mounts.engine_state"},
-	{"guarded, hard link", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/hard:/s"]}}`, "mounts.engine_state"},
+	{
+		"guarded, hard link", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/work/hard:/s"]}}`, "mounts.engine_state",
+	},
 	{"write to read-only", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/ro/data:/x"]}}`, "mounts.allow"},
-	{"relabel of read-only", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/ro/data:/x:ro,Z"]}}`, "mounts.allow"},
-	{"user can exchange it", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/user/home:/x"]}}`, "mounts.exchangeable"},
-	{"anybody can exchange it", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/open/dir:/x"]}}`, "mounts.exchangeable"},
-	{"a container can exchange it", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/deep/x/y:/x"]}}`, "mounts.exchangeable"},
+	{
+		"relabel of read-only", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/ro/data:/x:ro,Z"]}}`, "mounts.allow",
+	},
+	{
+		"user can exchange it", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/user/home:/x"]}}`, "mounts.exchangeable",
+	},
+	{
+		"anybody can exchange it", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/open/dir:/x"]}}`, "mounts.exchangeable",
+	},
+	{
+		"a container can exchange it", "POST", "/containers/create",
+		`{"HostConfig":{"Binds":["TOP/deep/x/y:/x"]}}`, "mounts.exchangeable",
+	},
 	{"shared", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a:/x:rshared"]}}`, "mounts.shared"},
-	{"shared by Mounts", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/work/a","Target":"/x","BindOptions":{"Propagation":"shared"}}]}}`, "mounts.shared"},
+	{
+		"shared by Mounts", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"bind","Source":"TOP/work/a","Target":"/x","BindOptions":{"Propagation":"shared"}}]}}`, "mounts.shared",
+	},
 	{"too many colons", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a:/x:ro:/"]}}`, "-"},
-	{"backslash", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"bind","Source":"\\etc","Target":"/x"}]}}`, "-"},
+	{
+		"backslash", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"bind","Source":"\\etc","Target":"/x"}]}}`, "-",
+	},
 	{"zero byte", "POST", "/containers/create", `{"HostConfig":{"Binds":["TOP/work/a\u0000:/x"]}}`, "-"},
-	{"npipe", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"npipe","Source":"/x","Target":"/x"}]}}`, "-"},
-	{"path as a volume", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"volume","Source":"../../etc","Target":"/x"}]}}`, "-"},
-	{"volume in a mount", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"volume","Target":"/x","VolumeOptions":{"DriverConfig":{"Name":"local","Options":{"type":"none","o":"bind","device":"/etc"}}}}]}}`, "mounts.engine_state"},
-	{"driver of a bind", "POST", "/containers/create", `{"HostConfig":{"Binds":["v:/x"],"VolumeDriver":"other"}}`, "mounts.volume_drivers"},
+	{
+		"npipe", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"npipe","Source":"/x","Target":"/x"}]}}`, "-",
+	},
+	{
+		"path as a volume", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"volume","Source":"../../etc","Target":"/x"}]}}`, "-",
+	},
+	{
+		"volume in a mount", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"volume","Target":"/x","VolumeOptions":{"DriverConfig":{"Name":"local","Options":{"type":"none","o":"bind","device":"/etc"}}}}]}}`, "mounts.engine_state",
+	},
+	{
+		"driver of a bind", "POST", "/containers/create", `{"HostConfig":{"Binds":["v:/x"],"VolumeDriver":"other"}}`,
+		"mounts.volume_drivers",
+	},
 
 	// volumes
-	{"bound volume", "POST", "/volumes/create", `{"Driver":"local","DriverOpts":{"type":"none","device":"/","o":"bind"}}`, "mounts.docker_socket"},
-	{"bound volume, later option", "POST", "/volumes/create", `{"DriverOpts":{"type":"tmpfs","device":"/usr","o":"size=1m,rbind"}}`, "mounts.allow"},
-	{"overlay volume", "POST", "/volumes/create", `{"DriverOpts":{"type":"overlay","device":"overlay","o":"lowerdir=/,upperdir=/x,workdir=/y"}}`, "mounts.volume_types"},
-	{"block device volume", "POST", "/volumes/create", `{"DriverOpts":{"type":"ext4","device":"/dev/sda1"}}`, "mounts.volume_types"},
-	{"nfs", "POST", "/volumes/create", `{"DriverOpts":{"type":"nfs","device":":/x","o":"addr=1.2.3.4"}}`, "mounts.volume_types"},
-	{"tmpfs volume, remount", "POST", "/volumes/create", `{"DriverOpts":{"type":"tmpfs","device":"x","o":"remount"}}`, "-"},
+	{
+		"bound volume", "POST", "/volumes/create",
+		`{"Driver":"local","DriverOpts":{"type":"none","device":"/","o":"bind"}}`, "mounts.docker_socket",
+	},
+	{
+		"bound volume, later option", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"tmpfs","device":"/usr","o":"size=1m,rbind"}}`, "mounts.allow",
+	},
+	{
+		"overlay volume", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"overlay","device":"overlay","o":"lowerdir=/,upperdir=/x,workdir=/y"}}`,
+		"mounts.volume_types",
+	},
+	{
+		"block device volume", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"ext4","device":"/dev/sda1"}}`, "mounts.volume_types",
+	},
+	{
+		"nfs", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"nfs","device":":/x","o":"addr=1.2.3.4"}}`, "mounts.volume_types",
+	},
+	{
+		"tmpfs volume, remount", "POST", "/volumes/create",
+		`{"DriverOpts":{"type":"tmpfs","device":"x","o":"remount"}}`, "-",
+	},
 	{"volume driver", "POST", "/volumes/create", `{"Driver":"other"}`, "mounts.volume_drivers"},
-	{"our volume of root", "POST", "/volumes/create", `{"Driver":"agentbox","DriverOpts":{"from":"/"}}`, "mounts.docker_socket"},
-	{"our volume of etc", "POST", "/volumes/create", `{"Driver":"agentbox","DriverOpts":{"from":"TOP/work/etc/ssl"}}`, "mounts.allow"},
+	{
+		"our volume of root", "POST", "/volumes/create", `{"Driver":"agentbox","DriverOpts":{"from":"/"}}`,
+		"mounts.docker_socket",
+	},
+	{
+		"our volume of etc", "POST", "/volumes/create",
+		`{"Driver":"agentbox","DriverOpts":{"from":"TOP/work/etc/ssl"}}`, "mounts.allow",
+	},
 
 	// other calls
 	{"plugin", "POST", "/v1.41/plugins/pull?remote=x", ``, "plugins"},
@@ -311,7 +565,10 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"unknown call", "POST", "/v9.9/containers/x/become-root", ``, "unknown_calls"},
 	{"unknown method", "PATCH", "/containers/x", ``, "unknown_calls"},
 	{"method in small letters", "get", "/containers/json", ``, "unknown_calls"},
-	{"checkpoint elsewhere", "POST", "/containers/x/checkpoints", `{"CheckpointID":"c1","CheckpointDir":"/usr"}`, "mounts.allow"},
+	{
+		"checkpoint elsewhere", "POST", "/containers/x/checkpoints",
+		`{"CheckpointID":"c1","CheckpointDir":"/usr"}`, "mounts.allow",
+	},
 	{"checkpoint with a path", "POST", "/containers/x/checkpoints", `{"CheckpointID":"../c1"}`, "-"},
 	{"checkpoint removed elsewhere", "DELETE", "/containers/x/checkpoints/lib?dir=/usr", ``, "mounts.allow"},
 	{"checkpoints listed elsewhere", "GET", "/containers/x/checkpoints?dir=/usr", ``, "mounts.allow"},
@@ -341,14 +598,24 @@ var cases = []struct{ name, method, uri, body, key string }{
 	{"no JSON", "POST", "/containers/create", `{"HostConfig":`, "-"},
 	{"trailing data", "POST", "/containers/create", `{}{"HostConfig":{"Privileged":true}}`, "-"},
 	{"trailing text", "POST", "/containers/create", `{} x`, "-"},
-	{"key twice", "POST", "/containers/create", `{"HostConfig":{"Privileged":true},"HostConfig":{"Privileged":false}}`, "-"},
-	{"key twice, two cases", "POST", "/containers/create", `{"HostConfig":{"Privileged":false,"privileged":true}}`, "-"},
-	{"key twice, in a list", "POST", "/containers/create", `{"HostConfig":{"Mounts":[{"Type":"tmpfs","type":"bind","Source":"/"}]}}`, "-"},
+	{
+		"key twice", "POST", "/containers/create",
+		`{"HostConfig":{"Privileged":true},"HostConfig":{"Privileged":false}}`, "-",
+	},
+	{
+		"key twice, two cases", "POST", "/containers/create",
+		`{"HostConfig":{"Privileged":false,"privileged":true}}`, "-",
+	},
+	{
+		"key twice, in a list", "POST", "/containers/create",
+		`{"HostConfig":{"Mounts":[{"Type":"tmpfs","type":"bind","Source":"/"}]}}`, "-",
+	},
 	{"key twice, escaped", "POST", "/containers/create", `{"HostConfig":{"Binds":["/:/x"],"\u0042inds":[]}}`, "-"},
 	{"unknown setting", "POST", "/containers/create", `{"HostConfig":{"Superpowers":true}}`, "unknown_fields"},
 	{"wrong type", "POST", "/containers/create", `{"HostConfig":{"Privileged":"true"}}`, "-"},
 	{"deep", "POST", "/containers/create", strings.Repeat("[", 100000), "-"},
-	{"too many mounts", "POST", "/containers/create", `{"HostConfig":{"Binds":[` + strings.Repeat(`"/x",`, maxPaths) + `"/x"]}}`, "-"},
+	{"too many mounts", "POST", "/containers/create", `{"HostConfig":{"Binds":[` +
+		strings.Repeat(`"/x",`, maxPaths) + `"/x"]}}`, "-"},
 	{"byte order mark", "POST", "/containers/create", "\ufeff{}", "-"},
 }
 
@@ -357,7 +624,10 @@ func TestJudge(t *testing.T) {
 	j := judge(t, allowing, top)
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			r := Request{RequestMethod: c.method, RequestURI: strings.ReplaceAll(c.uri, "TOP", top), RequestBody: text(c.body, top)}
+			r := Request{
+				RequestMethod: c.method, RequestURI: strings.ReplaceAll(c.uri, "TOP", top),
+				RequestBody: text(c.body, top),
+			}
 			d := j.Judge(r)
 			switch {
 			case c.key == "ok":
@@ -408,9 +678,13 @@ func TestJudgeDefault(t *testing.T) {
 // A body that was left out shows in the declaration of one.
 func TestOldStartHidesItsBody(t *testing.T) {
 	j := NewJudge(nil, Options{})
-	for uri, want := range map[string]bool{"/v1.23/containers/x/start": false, "/v1.24/containers/x/start": true, "/containers/x/start": true} {
+	for uri, want := range map[string]bool{
+		"/v1.23/containers/x/start": false, "/v1.24/containers/x/start": true, "/containers/x/start": true,
+	} {
 		for _, key := range []string{"Content-Type", "content-type"} {
-			d := j.Judge(Request{RequestMethod: "POST", RequestURI: uri, RequestHeaders: map[string]string{key: "text/plain"}})
+			d := j.Judge(Request{
+				RequestMethod: "POST", RequestURI: uri, RequestHeaders: map[string]string{key: "text/plain"},
+			})
 			if d.Allow != want {
 				t.Errorf("%s: %+v", uri, d)
 			}
@@ -421,10 +695,14 @@ func TestOldStartHidesItsBody(t *testing.T) {
 // Parameters in a body that dockerd does not send along.
 func TestForms(t *testing.T) {
 	j := NewJudge(nil, Options{})
-	for kind, want := range map[string]bool{"": true, "text/plain": true, "application/x-tar": true, "application/json; charset=utf-8": true,
-		"application/x-www-form-urlencoded": false, "Application/X-WWW-Form-URLencoded; a=b": false, "multipart/form-data; boundary=x": false, "/": false} {
+	for kind, want := range map[string]bool{"": true, "text/plain": true, "application/x-tar": true,
+		"application/json; charset=utf-8":   true,
+		"application/x-www-form-urlencoded": false, "Application/X-WWW-Form-URLencoded; a=b": false,
+		"multipart/form-data; boundary=x": false, "/": false} {
 		for _, uri := range []string{"/images/create?fromImage=x", "/containers/x/start"} {
-			d := j.Judge(Request{RequestMethod: "POST", RequestURI: uri, RequestHeaders: map[string]string{"Content-Type": kind}})
+			d := j.Judge(Request{
+				RequestMethod: "POST", RequestURI: uri, RequestHeaders: map[string]string{"Content-Type": kind},
+			})
 			if d.Allow != want {
 				t.Errorf("%s as %q: %+v", uri, kind, d)
 			}
@@ -444,7 +722,10 @@ func TestHostRoutes(t *testing.T) {
 	}
 	j := NewJudge(nil, Options{})
 	j.routes = func() ([]netip.Prefix, error) { return nil, os.ErrPermission }
-	d := j.Judge(Request{RequestMethod: "POST", RequestURI: "/networks/create", RequestBody: []byte(`{"IPAM":{"Config":[{"Subnet":"10.1.0.0/24"}]}}`)})
+	d := j.Judge(Request{
+		RequestMethod: "POST", RequestURI: "/networks/create",
+		RequestBody: []byte(`{"IPAM":{"Config":[{"Subnet":"10.1.0.0/24"}]}}`),
+	})
 	if d.Allow || d.Key != "networks.subnets" {
 		t.Errorf("allowed without the routes: %+v", d)
 	}
@@ -510,7 +791,10 @@ func TestPatternsCannotBeMoved(t *testing.T) {
 		}
 	}
 	ask := func(j *Judge, p string) Decision {
-		return j.Judge(Request{RequestMethod: "POST", RequestURI: "/containers/create", RequestBody: []byte(`{"HostConfig":{"Binds":["` + p + `:/x"]}}`)})
+		return j.Judge(Request{
+			RequestMethod: "POST", RequestURI: "/containers/create",
+			RequestBody: []byte(`{"HostConfig":{"Binds":["` + p + `:/x"]}}`),
+		})
 	}
 	for name, j := range map[string]*Judge{"before": before, "after": judge(t, policy, top)} {
 		for _, p := range []string{"/usr/bin", top + "/user/mine/bin", top + "/deep/x/pub/bin"} {
@@ -529,10 +813,14 @@ func TestPatternsCannotBeMoved(t *testing.T) {
 func TestDockerSocketAlone(t *testing.T) {
 	j := judge(t, "mounts: {docker_socket: true}", "")
 	body := func(p string) []byte { return []byte(`{"HostConfig":{"Binds":["` + p + `:/x"]}}`) }
-	if d := j.Judge(Request{RequestMethod: "POST", RequestURI: "/containers/create", RequestBody: body("/var/run/docker.sock")}); !d.Allow {
+	if d := j.Judge(Request{
+		RequestMethod: "POST", RequestURI: "/containers/create", RequestBody: body("/var/run/docker.sock"),
+	}); !d.Allow {
 		t.Error(d.Msg)
 	}
-	if d := j.Judge(Request{RequestMethod: "POST", RequestURI: "/containers/create", RequestBody: body("/var/run")}); d.Allow {
+	if d := j.Judge(Request{
+		RequestMethod: "POST", RequestURI: "/containers/create", RequestBody: body("/var/run"),
+	}); d.Allow {
 		t.Errorf("%+v", d)
 	}
 }
@@ -544,7 +832,10 @@ func FuzzJudge(f *testing.F) {
 	}
 	j := NewJudge(nil, Options{})
 	f.Fuzz(func(t *testing.T, method, uri string, body []byte, kind string) {
-		j.Judge(Request{RequestMethod: method, RequestURI: uri, RequestBody: body, RequestHeaders: map[string]string{"Content-Type": kind}})
+		j.Judge(Request{
+			RequestMethod: method, RequestURI: uri, RequestBody: body,
+			RequestHeaders: map[string]string{"Content-Type": kind},
+		})
 		d := j.Judge(Request{RequestMethod: "POST", RequestURI: "/containers/create", RequestBody: body})
 		if d.Allow != (d.Msg == "") {
 			t.Fatalf("%+v", d)

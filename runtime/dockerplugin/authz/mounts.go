@@ -31,12 +31,14 @@ var volumeName = lazy.Regexp(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
 
 // plainOptions of a tmpfs volume; others (bind, remount, shared) turn a mount
 // into one of another kind.
-var plainOptions = []string{"size", "mode", "uid", "gid", "nr_inodes", "nr_blocks", "mpol", "ro", "rw", "noexec", "exec", "nosuid",
+var plainOptions = []string{"size", "mode", "uid", "gid", "nr_inodes", "nr_blocks", "mpol", "ro", "rw",
+	"noexec", "exec", "nosuid",
 	"nodev", "noatime", "relatime", "nodiratime", "sync", "async", ""}
 
 func (j *Judge) mounts(hc *container.HostConfig, f *findings) {
 	if len(hc.Binds)+len(hc.Mounts) > maxPaths {
-		f.add("host mount", "", "%d mounts in one container; %d are the most that the judge looks at", len(hc.Binds)+len(hc.Mounts), maxPaths)
+		f.add("host mount", "", "%d mounts in one container; %d are the most that the judge looks at",
+			len(hc.Binds)+len(hc.Mounts), maxPaths)
 		return
 	}
 	for _, bind := range hc.Binds {
@@ -97,7 +99,8 @@ func (j *Judge) mount(m mount.Mount, f *findings) {
 		if m.BindOptions != nil {
 			j.propagation([]string{string(m.BindOptions.Propagation)}, m.Source, f)
 		}
-		write := !m.ReadOnly || m.BindOptions != nil && m.BindOptions.ReadOnlyNonRecursive // below which mounts stay writable
+		// below which mounts stay writable
+		write := !m.ReadOnly || m.BindOptions != nil && m.BindOptions.ReadOnlyNonRecursive
 		j.hostPath(m.Source, write, "mount", f)
 	case mount.TypeVolume:
 		if m.Source != "" && !volumeName().MatchString(m.Source) {
@@ -157,7 +160,8 @@ func (j *Judge) localVolume(opts map[string]string, f *findings) {
 		return
 	}
 	if kind != "tmpfs" {
-		f.add("volume", "mounts.volume_types", "volumes that mount a file system of the type %s are not allowed", quote(kind))
+		f.add("volume", "mounts.volume_types",
+			"volumes that mount a file system of the type %s are not allowed", quote(kind))
 		return
 	}
 	for _, flag := range flags {

@@ -55,7 +55,9 @@ func (j *Judge) network(c *call, f *findings) {
 		f.add("network", "swarm", "a network of the swarm is not allowed")
 	}
 	if body.ConfigFrom != nil && body.ConfigFrom.Network != "" && !p.ConfigFrom {
-		f.add("network", "networks.config_from", "the configuration of %s, which the judge may not have seen, is not allowed", quote(body.ConfigFrom.Network))
+		f.add("network", "networks.config_from",
+			"the configuration of %s, which the judge may not have seen, is not allowed",
+			quote(body.ConfigFrom.Network))
 	}
 	j.networkOptions("network", body.Options, plainNetworkOptions, f)
 	if body.IPAM != nil {
@@ -82,11 +84,13 @@ func (j *Judge) ipam(ipam *network.IPAM, f *findings) {
 	const rule = "network"
 	if ipam.Driver != "" && ipam.Driver != "default" || len(ipam.Options) > 0 {
 		if !slices.Contains(j.policy.Networks.IPAMDrivers, ipam.Driver) {
-			f.add(rule, "networks.ipam_drivers", "addresses from the driver %s, or options for it, are not allowed", quote(ipam.Driver))
+			f.add(rule, "networks.ipam_drivers",
+				"addresses from the driver %s, or options for it, are not allowed", quote(ipam.Driver))
 		}
 	}
 	if len(ipam.Config) > maxSubnets {
-		f.add(rule, "", "%d subnets in one network; %d are the most that the judge looks at", len(ipam.Config), maxSubnets)
+		f.add(rule, "", "%d subnets in one network; %d are the most that the judge looks at",
+			len(ipam.Config), maxSubnets)
 		return
 	}
 	for _, conf := range ipam.Config {
@@ -158,7 +162,8 @@ func anyHolds(pools []string, subnet netip.Prefix) bool {
 func hostRoutes() ([]netip.Prefix, error) {
 	var all []netip.Prefix
 	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
-		routes, err := netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+		routes, err := netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_UNSPEC},
+			netlink.RT_FILTER_TABLE)
 		if err != nil {
 			return nil, fmt.Errorf("list routes: %w", err)
 		}

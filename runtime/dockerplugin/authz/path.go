@@ -134,9 +134,11 @@ func (w *way) exchangeable(writable func(dir string) bool) string {
 	for _, s := range w.dirs {
 		switch trusted := s.uid == 0 || int(s.uid) == os.Geteuid(); {
 		case writable(s.dir):
-			return fmt.Sprintf("containers can be given %s read-write and could put a link in place of %q", s.dir, s.child)
+			return fmt.Sprintf("containers can be given %s read-write and could put a link in place of %q", s.dir,
+				s.child)
 		case !trusted:
-			return "uid " + strconv.Itoa(int(s.uid)) + " owns " + s.dir + " and could put a link in place of " + strconv.Quote(s.child)
+			return "uid " + strconv.Itoa(int(s.uid)) + " owns " + s.dir +
+				" and could put a link in place of " + strconv.Quote(s.child)
 		case s.mode&0o022 == 0:
 		case s.mode&unix.S_ISVTX != 0 && (s.childUID == 0 || s.childUID == int64(os.Geteuid())):
 		default:
@@ -167,7 +169,9 @@ func settle(patterns, writable []string, anyway bool) (settled, wide []string) {
 	}
 	for i, pattern := range patterns {
 		_, rest := literal(pattern)
-		changeable := ways[i].exchangeable(func(dir string) bool { return anyCovers(wide, dir) || anyCovers(writable, dir) }) != ""
+		changeable := ways[i].exchangeable(func(dir string) bool {
+			return anyCovers(wide, dir) || anyCovers(writable, dir)
+		}) != ""
 		if anyway || !changeable {
 			pattern = path.Join(ways[i].real, rest)
 		}

@@ -27,7 +27,8 @@ type Policy struct {
 	// Devices are host paths or patterns (see Mounts.Allow).
 	Devices           []string `yaml:"devices"`
 	DeviceCgroupRules []string `yaml:"device_cgroup_rules"` // as given to docker run
-	DeviceRequests    []string `yaml:"device_requests"`     // drivers (nvidia, cdi), or capabilities (gpu) of requests that name none
+	// drivers (nvidia, cdi), or capabilities (gpu) of requests that name none
+	DeviceRequests []string `yaml:"device_requests"`
 
 	// Capabilities: Docker's default ones may always be added back.
 	Capabilities Capabilities `yaml:"capabilities"`
@@ -43,7 +44,8 @@ type Policy struct {
 	NetworkDrivers []string `yaml:"network_drivers"` // besides bridge
 	Networks       Networks `yaml:"networks"`
 
-	Priority  bool `yaml:"priority"`   // OomScoreAdj below 0, no OOM killer, real-time scheduling, ulimits nice and rtprio
+	// OomScoreAdj below 0, no OOM killer, real-time scheduling, ulimits nice and rtprio
+	Priority  bool `yaml:"priority"`
 	ImageURLs bool `yaml:"image_urls"` // docker import of a URL, which dockerd fetches from the host's network
 
 	Build   bool `yaml:"build"`   // builds; BuildKit can use the host's network
@@ -64,11 +66,13 @@ type Mounts struct {
 
 	Volumes       *bool    `yaml:"volumes"`        // volumes of drivers that are allowed; default true
 	VolumeDrivers []string `yaml:"volume_drivers"` // besides local and this plugin's own
-	VolumeTypes   []string `yaml:"volume_types"`   // file systems that volumes of the local driver may mount (nfs, cifs) besides tmpfs
+	// file systems that volumes of the local driver may mount (nfs, cifs) besides tmpfs
+	VolumeTypes []string `yaml:"volume_types"`
 
-	DockerSocket bool     `yaml:"docker_socket"` // the sockets of engines, which are root on the host
-	EngineState  bool     `yaml:"engine_state"`  // the directories that engines and agentbox keep their state in, and Guard
-	Guard        []string `yaml:"guard"`         // further paths that a wider entry of Allow does not open
+	DockerSocket bool `yaml:"docker_socket"` // the sockets of engines, which are root on the host
+	// the directories that engines and agentbox keep their state in, and Guard
+	EngineState bool     `yaml:"engine_state"`
+	Guard       []string `yaml:"guard"` // further paths that a wider entry of Allow does not open
 
 	Shared       bool `yaml:"shared"`       // mounts in the container appear on the host (shared, rshared)
 	Exchangeable bool `yaml:"exchangeable"` // accept paths that others could exchange later; see the package's text
@@ -76,7 +80,8 @@ type Mounts struct {
 
 // Networks is the part of a Policy about networks that calls make.
 type Networks struct {
-	Subnets     []string `yaml:"subnets"`      // that may be chosen, besides private ones that the host has no route for
+	// that may be chosen, besides private ones that the host has no route for
+	Subnets     []string `yaml:"subnets"`
 	IPAMDrivers []string `yaml:"ipam_drivers"` // besides default
 	Options     []string `yaml:"options"`      // of networks and endpoints, KEY=VALUE or KEY=*, besides harmless ones
 	ConfigFrom  bool     `yaml:"config_from"`  // the configuration of another network (config-only)
@@ -132,7 +137,8 @@ func Trusted(file string) error {
 	}
 	if (st.Uid != 0 && int(st.Uid) != os.Geteuid()) || st.Mode&0o022 != 0 {
 		return &fault.Error{
-			Err:  fmt.Errorf("%w: others than root can change the policy %s (mode %04o, uid %d)", fault.ErrDenied, file, st.Mode&0o7777, st.Uid),
+			Err: fmt.Errorf("%w: others than root can change the policy %s (mode %04o, uid %d)", fault.ErrDenied, file,
+				st.Mode&0o7777, st.Uid),
 			Hint: fmt.Sprintf("Run 'chown root %s && chmod go-w %s'.", file, file),
 		}
 	}

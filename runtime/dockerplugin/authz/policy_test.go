@@ -57,7 +57,8 @@ func TestParse(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !p.Privileged || p.Mounts.Allow[0] != "/**" || p.UnknownCalls != Allow || p.Capabilities.Allow[0] != "ALL" || len(p.HostNamespaces) != 6 {
+	if !p.Privileged || p.Mounts.Allow[0] != "/**" || p.UnknownCalls != Allow || p.Capabilities.Allow[0] != "ALL" ||
+		len(p.HostNamespaces) != 6 {
 		t.Errorf("%+v", p)
 	}
 	if p, err := Parse([]byte("mounts: {volumes: false}")); err != nil || p.Mounts.volumes() {

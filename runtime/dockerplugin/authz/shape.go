@@ -92,7 +92,8 @@ var shapes = sync.OnceValue(func() map[string]*shape {
 	for name, text := range map[string]string{
 		"nothing": "",
 		// Engines before 23 took the HostConfig's fields beside the Config's.
-		"create": configShape + hostConfigShape + `Cpuset HostConfig{` + hostConfigShape + `} NetworkingConfig{EndpointsConfig<` +
+		"create": configShape + hostConfigShape + `Cpuset HostConfig{` + hostConfigShape +
+			`} NetworkingConfig{EndpointsConfig<` +
 			endpointShape + `>}`,
 		"start":      hostConfigShape,
 		"update":     resourcesShape + restartShape,

@@ -27,12 +27,16 @@ var bodies = map[string]struct {
 	types []any
 	older []string
 }{
-	"create": {types: []any{container28.CreateRequest{}, container29.CreateRequest{}, container28.HostConfig{}, container29.HostConfig{}},
+	"create": {types: []any{
+		container28.CreateRequest{}, container29.CreateRequest{}, container28.HostConfig{}, container29.HostConfig{},
+	},
 		older: []string{"Cpuset"}},
-	"start":      {types: []any{container28.HostConfig{}, container29.HostConfig{}}},
-	"update":     {types: []any{container28.UpdateConfig{}, container29.UpdateConfig{}}},
-	"commit":     {types: []any{container28.Config{}, container29.Config{}}},
-	"exec":       {types: []any{container28.ExecOptions{}, container29.ExecCreateRequest{}}, older: []string{"Container"}},
+	"start":  {types: []any{container28.HostConfig{}, container29.HostConfig{}}},
+	"update": {types: []any{container28.UpdateConfig{}, container29.UpdateConfig{}}},
+	"commit": {types: []any{container28.Config{}, container29.Config{}}},
+	"exec": {
+		types: []any{container28.ExecOptions{}, container29.ExecCreateRequest{}}, older: []string{"Container"},
+	},
 	"exec start": {types: []any{container28.ExecStartOptions{}, container29.ExecStartRequest{}}},
 	"checkpoint": {types: []any{checkpoint28.CreateOptions{}, checkpoint29.CreateRequest{}}},
 	"volume":     {types: []any{volume28.CreateOptions{}, volume29.CreateRequest{}}},

@@ -46,7 +46,8 @@ func newHost(t *testing.T) *host {
 	image := enginetest.Dir(t)
 	for _, args := range [][]string{
 		{"mkdir", "-p", image + "/bin", image + "/work"}, {"cp", "/bin/busybox", image + "/bin/busybox"},
-		{"ln", "-s", "busybox", image + "/bin/sh"}, {"ln", "-s", "busybox", image + "/bin/sleep"}, {"ln", "-s", "busybox", image + "/bin/cat"},
+		{"ln", "-s", "busybox", image + "/bin/sh"}, {"ln", "-s", "busybox", image + "/bin/sleep"},
+		{"ln", "-s", "busybox", image + "/bin/cat"},
 		{"ln", "-s", "busybox", image + "/bin/rm"}, {"ln", "-s", "busybox", image + "/bin/wc"},
 	} {
 		if out, err := exec.Command(args[0], args[1:]...).CombinedOutput(); err != nil {
@@ -204,7 +205,8 @@ func TestDocker(t *testing.T) {
 	if out := d.Docker(t, "volume", "ls"); !strings.Contains(out, "agentbox") || !strings.Contains(out, "ws") {
 		t.Errorf("volume ls: %s", out)
 	}
-	if out := d.Docker(t, "volume", "inspect", "-f", "{{.Driver}} {{.Scope}} {{.Status.from}}", "ws"); out != "agentbox local "+h.src {
+	if out := d.Docker(t, "volume", "inspect", "-f", "{{.Driver}} {{.Scope}} {{.Status.from}}",
+		"ws"); out != "agentbox local "+h.src {
 		t.Errorf("volume inspect: %s", out)
 	}
 	for _, opt := range []string{"from=relative", "from=/", "from=" + h.root, "from=/no/such/dir", "form=/tmp"} {
@@ -219,10 +221,12 @@ func TestDocker(t *testing.T) {
 		t.Errorf("a volume that agentbox made: %q", out)
 	}
 	h.must("volume", "rm", "own")
-	if out := h.must("audit", "ls", "--sandbox", "volume://own"); !strings.Contains(out, " command[") || strings.Count(out, "   ok") != 2 {
+	if out := h.must("audit", "ls", "--sandbox", "volume://own"); !strings.Contains(out, " command[") ||
+		strings.Count(out, "   ok") != 2 {
 		t.Errorf("on record of a volume that agentbox made: %s", out)
 	}
-	if out := h.must("audit", "ls", "--sandbox", "volume://ws", "--verb", "volume create", "--outcome", "ok"); !strings.Contains(out, fmt.Sprintf(" docker-plugin[%d] ", h.plugin.Process.Pid)) {
+	if out := h.must("audit", "ls", "--sandbox", "volume://ws", "--verb", "volume create", "--outcome",
+		"ok"); !strings.Contains(out, fmt.Sprintf(" docker-plugin[%d] ", h.plugin.Process.Pid)) {
 		t.Errorf("on record of a volume that Docker made: %s", out)
 	}
 
@@ -235,7 +239,8 @@ func TestDocker(t *testing.T) {
 	}
 	d.Docker(t, "exec", "w2", "rm", "/work/gone")
 	for i := range 5 {
-		if out := h.must("checkpoint", "--name", fmt.Sprintf("c%d", i), "--format", "json", "volume://ws"); !strings.Contains(out, `"kind": "files"`) {
+		if out := h.must("checkpoint", "--name", fmt.Sprintf("c%d", i), "--format", "json",
+			"volume://ws"); !strings.Contains(out, `"kind": "files"`) {
 			t.Errorf("checkpoint: %s", out)
 		}
 		if s := h.state("w1") + h.state("w2"); s != "runningrunning" {
@@ -278,14 +283,16 @@ func TestDocker(t *testing.T) {
 
 	// agentbox is killed before everything stands still, and while it does; the
 	// next one thaws.
-	if _, code := h.agentbox("AGENTBOX_FAILPOINT=volume.pause.before-container=kill", "checkpoint", "volume://ws"); code != 137 {
+	if _, code := h.agentbox("AGENTBOX_FAILPOINT=volume.pause.before-container=kill", "checkpoint",
+		"volume://ws"); code != 137 {
 		t.Fatalf("not killed: %d", code)
 	}
 	h.must("ps")
 	if s := h.state("w1") + h.state("w2"); s != "runningrunning" {
 		t.Errorf("after a checkpoint that froze nothing: %s", s)
 	}
-	if _, code := h.agentbox("AGENTBOX_FAILPOINT=checkpoint.after-freeze=kill", "checkpoint", "volume://ws"); code != 137 {
+	if _, code := h.agentbox("AGENTBOX_FAILPOINT=checkpoint.after-freeze=kill", "checkpoint",
+		"volume://ws"); code != 137 {
 		t.Fatalf("not killed: %d", code)
 	}
 	if s := h.state("w1") + h.state("w2"); s != "pausedpaused" {
@@ -377,7 +384,8 @@ func TestDocker(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out := h.must("apply", "--dry-run", "volume://ws"); out != "M /a (file 0644 0:0)\nM /b (file 0644 0:0)\nD /gone" {
+	if out := h.must("apply", "--dry-run",
+		"volume://ws"); out != "M /a (file 0644 0:0)\nM /b (file 0644 0:0)\nD /gone" {
 		t.Errorf("dry run: %s", out)
 	}
 	h.must("apply", "volume://ws")
@@ -419,7 +427,8 @@ func TestDocker(t *testing.T) {
 	h.must("apply", "--undo", "volume://ws")
 
 	// After a kill in a restore, the next user of the volume does not wait.
-	if _, code := h.agentbox("AGENTBOX_FAILPOINT=restore.after-apply=kill", "restore", "volume://ws", "c0"); code != 137 {
+	if _, code := h.agentbox("AGENTBOX_FAILPOINT=restore.after-apply=kill", "restore",
+		"volume://ws", "c0"); code != 137 {
 		t.Fatalf("not killed: %d", code)
 	}
 	h.fast(30*time.Second, "run", "--rm", "--net", "none", "-v", "ws:/work", "box", "cat", "/work/keep")

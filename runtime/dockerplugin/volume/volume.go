@@ -127,11 +127,14 @@ func create(ctx context.Context, s Store, req request) (response, error) {
 			if value != "" {
 				var err error
 				if opts.ReadOnly, err = strconv.ParseBool(value); err != nil {
-					return response{}, fmt.Errorf("%w: option %s=%q is neither true nor false", fault.ErrInvalid, key, value)
+					return response{}, fmt.Errorf("%w: option %s=%q is neither true nor false",
+						fault.ErrInvalid, key, value)
 				}
 			}
 		default:
-			return response{}, &fault.Error{Err: fmt.Errorf("%w: option %q is unknown", fault.ErrInvalid, key), Hint: "There are from=DIR and ro."}
+			return response{}, &fault.Error{
+				Err: fmt.Errorf("%w: option %q is unknown", fault.ErrInvalid, key), Hint: "There are from=DIR and ro.",
+			}
 		}
 	}
 	return response{}, s.Create(ctx, req.Name, opts)
@@ -196,7 +199,8 @@ func capabilities(context.Context, Store, request) (response, error) {
 }
 
 func view(v volume.Volume) item {
-	return item{Name: v.Name, Mountpoint: v.Mountpoint, CreatedAt: v.Created.UTC().Format(time.RFC3339), Status: map[string]any{
-		"from": v.From, "read_only": v.ReadOnly, "upperdir": v.Upperdir, "mounts": v.Mounts,
-	}}
+	return item{Name: v.Name, Mountpoint: v.Mountpoint, CreatedAt: v.Created.UTC().Format(time.RFC3339),
+		Status: map[string]any{
+			"from": v.From, "read_only": v.ReadOnly, "upperdir": v.Upperdir, "mounts": v.Mounts,
+		}}
 }

@@ -105,7 +105,8 @@ func TestProtocol(t *testing.T) {
 // and nothing appears outside of the root.
 func FuzzHandler(f *testing.F) {
 	for _, body := range []string{
-		`{"Name":"ws","Opts":{"from":"/tmp"}}`, `{"Name":"../../x"}`, `{"Name":"ws","ID":"1"}`, `{"Name":"\u0000"}`, `[]`, `{"Name":"a","Opts":{"ro":"1"}}`, `null`, `{"Opts":{"from":"/proc/self/cwd"}}`,
+		`{"Name":"ws","Opts":{"from":"/tmp"}}`, `{"Name":"../../x"}`, `{"Name":"ws","ID":"1"}`, `{"Name":"\u0000"}`,
+		`[]`, `{"Name":"a","Opts":{"ro":"1"}}`, `null`, `{"Opts":{"from":"/proc/self/cwd"}}`,
 	} {
 		for call := range byte(8) {
 			f.Add(call, body)

@@ -38,7 +38,10 @@ func TestExamine(t *testing.T) {
 		}
 		seen[c.Name] = true
 	}
-	for _, name := range []string{"root", "kernel", "overlayfs", "userns", "cgroups", "capabilities", "protections", "runc", "crun", "conmon", "criu", "nat", "ip_forward", "disk", "quota", "agentbox-runtime"} {
+	for _, name := range []string{
+		"root", "kernel", "overlayfs", "userns", "cgroups", "capabilities", "protections", "runc", "crun", "conmon",
+		"criu", "nat", "ip_forward", "disk", "quota", "agentbox-runtime",
+	} {
 		if !seen[name] {
 			t.Errorf("no check %s", name)
 		}
@@ -54,7 +57,8 @@ func TestExamine(t *testing.T) {
 		t.Error("left mounted")
 	}
 	data, err := json.Marshal(r)
-	if err != nil || !strings.Contains(string(data), `"checks":[{"name":"root","status":"ok","detail":"running as root"}`) {
+	if err != nil || !strings.Contains(string(data),
+		`"checks":[{"name":"root","status":"ok","detail":"running as root"}`) {
 		t.Errorf("%s %v", data, err)
 	}
 }
@@ -65,7 +69,8 @@ func TestNothingInstalled(t *testing.T) {
 	// broken ones go before them.
 	dir := t.TempDir()
 	for _, p := range []string{"runc", "conmon", "criu", "crun", "nsenter"} {
-		if err := os.WriteFile(filepath.Join(dir, p), []byte("#!/bin/sh\necho broken >&2\nexit 3\n"), 0o755); err != nil {
+		if err := os.WriteFile(filepath.Join(dir, p),
+			[]byte("#!/bin/sh\necho broken >&2\nexit 3\n"), 0o755); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -92,7 +97,8 @@ func TestSlow(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	for _, c := range []doctor.Check{runc(ctx), conmon(ctx), crun(ctx), nsenter(ctx), criuChecks(ctx)[0]} {
-		if c.Status == doctor.OK || !strings.Contains(c.Detail, dir+"/"+c.Name) || !strings.Contains(c.Detail, "did not end in time") || !strings.Contains(c.Remedy, "Try again") {
+		if c.Status == doctor.OK || !strings.Contains(c.Detail, dir+"/"+c.Name) ||
+			!strings.Contains(c.Detail, "did not end in time") || !strings.Contains(c.Remedy, "Try again") {
 			t.Errorf("%+v", c)
 		}
 	}
@@ -125,7 +131,10 @@ func TestRemedy(t *testing.T) {
 func TestOldRunc(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("PATH", dir+":/usr/local/sbin")
-	for help, want := range map[string]doctor.Status{"--leave-running": doctor.Warn, "unknown command": doctor.Fail, "--leave-running --tcp-established --file-locks --lazy-pages --pre-dump": doctor.OK} {
+	for help, want := range map[string]doctor.Status{
+		"--leave-running": doctor.Warn, "unknown command": doctor.Fail,
+		"--leave-running --tcp-established --file-locks --lazy-pages --pre-dump": doctor.OK,
+	} {
 		script := "#!/bin/sh\n[ $1 = --version ] && echo runc version 1.0 || echo ' " + help + "'\n"
 		if err := os.WriteFile(filepath.Join(dir, "runc"), []byte(script), 0o755); err != nil {
 			t.Fatal(err)
@@ -159,7 +168,9 @@ func TestJudgeCapabilities(t *testing.T) {
 	if c.Status != doctor.Warn || !strings.Contains(c.Detail, "another user than root cannot be checkpointed") {
 		t.Errorf("%+v", c)
 	}
-	if c := judge("c", func(n int) bool { return n != unix.CAP_SYS_ADMIN && n != unix.CAP_NET_RAW }); c.Status != doctor.Fail {
+	if c := judge("c", func(n int) bool {
+		return n != unix.CAP_SYS_ADMIN && n != unix.CAP_NET_RAW
+	}); c.Status != doctor.Fail {
 		t.Errorf("%+v", c)
 	}
 }
@@ -175,14 +186,18 @@ func TestJudgeCriu(t *testing.T) {
 	for want, f := range map[string]criu.Features{
 		"criu=fail": {Problem: "no"},
 		"criu=ok sockets=fail network-lock=warn lazy-pages=ok dirty-tracking=ok": {Works: true},
-		"criu=ok sockets=ok network-lock=ok lazy-pages=ok dirty-tracking=ok":     {Works: true, InetSockets: true, Nftables: true, LazyPages: true, DirtyTrack: true},
+		"criu=ok sockets=ok network-lock=ok lazy-pages=ok dirty-tracking=ok": {
+			Works: true, InetSockets: true, Nftables: true, LazyPages: true, DirtyTrack: true,
+		},
 	} {
 		if got := statuses(f, false); got != want {
 			t.Errorf("%+v: %s, want %s", f, got, want)
 		}
 	}
 	for _, has := range []bool{true, false} {
-		for _, c := range judgeCriu(criu.Features{Works: true, LazyPages: has, DirtyTrack: has, Nftables: true}, nil)[3:] {
+		for _, c := range judgeCriu(criu.Features{
+			Works: true, LazyPages: has, DirtyTrack: has, Nftables: true,
+		}, nil)[3:] {
 			if strings.Contains(c.Detail, "cannot") == has || !strings.Contains(c.Detail, "does not make use of it") {
 				t.Errorf("%v: %+v", has, c)
 			}
@@ -199,7 +214,8 @@ func TestSpace(t *testing.T) {
 		free, total, inodes, all uint64
 		want                     doctor.Status
 	}{
-		{100 * g, 200 * g, 50, 100, doctor.OK}, {g / 2, g, 50, 100, doctor.Warn}, {4 * g, 100 * g, 50, 100, doctor.Warn},
+		{100 * g, 200 * g, 50, 100, doctor.OK}, {g / 2, g, 50, 100, doctor.Warn},
+		{4 * g, 100 * g, 50, 100, doctor.Warn},
 		{100 * g, 200 * g, 1, 100, doctor.Warn}, {100 * g, 200 * g, 0, 0, doctor.OK}, {0, 0, 0, 0, doctor.Warn},
 	} {
 		if got := space("disk", "/x", c.free, c.total, c.inodes, c.all); got.Status != c.want {

@@ -33,7 +33,8 @@ func say(ctx context.Context, path string, args ...string) (string, error) {
 // only be slow.
 func broken(name, remedy, path string, err error, said string) doctor.Check {
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
-		return fail(name, "Try again when this machine has less to do; if it stays so, the program hangs.", "%s did not end in time", path)
+		return fail(name, "Try again when this machine has less to do; if it stays so, the program hangs.",
+			"%s did not end in time", path)
 	}
 	return fail(name, remedy, "%s", strings.TrimSuffix(fmt.Sprintf("%s: %v: %s", path, err, firstLine(said)), ": "))
 }
@@ -67,7 +68,8 @@ func runc(ctx context.Context) doctor.Check {
 		}
 	}
 	if len(lacks) > 0 {
-		return warn(name, "Use runc 1.1 or newer.", "%s (%s) lacks %s", path, firstLine(version), strings.Join(lacks, ", "))
+		return warn(name, "Use runc 1.1 or newer.", "%s (%s) lacks %s", path, firstLine(version),
+			strings.Join(lacks, ", "))
 	}
 	return ok(name, "%s (%s), checkpoints", strings.TrimPrefix(firstLine(version), "runc "), path)
 }
@@ -101,7 +103,8 @@ func wrapper() doctor.Check {
 	if path, err := host.Find(program, nil); err == nil {
 		return ok(name, "%s", path)
 	}
-	return fail(name, "Install agentbox whole: agentbox-runtime belongs beside it (from source: make build).", "the runtime wrapper is neither beside agentbox nor in PATH: nothing can be restored")
+	return fail(name, "Install agentbox whole: agentbox-runtime belongs beside it (from source: make build).",
+		"the runtime wrapper is neither beside agentbox nor in PATH: nothing can be restored")
 }
 
 func executable(path string) bool {
@@ -131,7 +134,8 @@ func nsenter(ctx context.Context) doctor.Check {
 	}
 	path, err := host.Find(name, nil)
 	if err != nil {
-		return fail(name, install("util-linux"), "not installed: exec in a restored sandbox fails with a runc before 1.3")
+		return fail(name, install("util-linux"),
+			"not installed: exec in a restored sandbox fails with a runc before 1.3")
 	}
 	if out, err := say(ctx, path, "--no-fork", "--time="+own, "--", "true"); err != nil {
 		return broken(name, install("util-linux"), path+" --time", err, out)
@@ -185,12 +189,16 @@ func judgeCriu(f criu.Features, haveIptables func() bool) []doctor.Check {
 	for _, c := range []struct {
 		name, what string
 		has        bool
-	}{{"lazy-pages", "load memory after a restore", f.LazyPages}, {"dirty-tracking", "dump memory ahead and in increments", f.DirtyTrack}} {
+	}{
+		{"lazy-pages", "load memory after a restore", f.LazyPages},
+		{"dirty-tracking", "dump memory ahead and in increments", f.DirtyTrack},
+	} {
 		word := "can"
 		if !c.has {
 			word = "cannot"
 		}
-		checks = append(checks, ok(c.name, "CRIU %s %s on this kernel; agentbox does not make use of it yet", word, c.what))
+		checks = append(checks, ok(c.name,
+			"CRIU %s %s on this kernel; agentbox does not make use of it yet", word, c.what))
 	}
 	return checks
 }

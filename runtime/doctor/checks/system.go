@@ -76,7 +76,8 @@ func overlayfs(root string) doctor.Check {
 		return fail(name, "", "%v", err)
 	}
 	merged := filepath.Join(dir, "merged")
-	opts := fmt.Sprintf("lowerdir=%s/lower,upperdir=%s/upper,workdir=%s/work,redirect_dir=off,metacopy=off,index=off", dir, dir, dir)
+	opts := fmt.Sprintf("lowerdir=%s/lower,upperdir=%s/upper,workdir=%s/work,redirect_dir=off,metacopy=off,index=off",
+		dir, dir, dir)
 	if err := unix.Mount("overlay", merged, "overlay", 0, opts); err != nil {
 		remedy := "Load the module (modprobe overlay), or use a root on ext4, xfs or btrfs (--root)."
 		if errors.Is(err, unix.EPERM) {
@@ -90,10 +91,12 @@ func overlayfs(root string) doctor.Check {
 	}
 	st, err := os.Lstat(filepath.Join(dir, "upper", "file"))
 	if err != nil || st.Mode()&fs.ModeCharDevice == 0 {
-		return fail(name, "Use a root on ext4, xfs or btrfs (--root).", "the overlay in %s made no whiteout", existing(root))
+		return fail(name, "Use a root on ext4, xfs or btrfs (--root).",
+			"the overlay in %s made no whiteout", existing(root))
 	}
 	if err := unix.Setxattr(filepath.Join(dir, "upper"), "trusted.agentbox", []byte("x"), 0); err != nil {
-		return fail(name, "Use a root on ext4, xfs or btrfs (--root).", "trusted extended attributes cannot be set in %s: %v", existing(root), err)
+		return fail(name, "Use a root on ext4, xfs or btrfs (--root).",
+			"trusted extended attributes cannot be set in %s: %v", existing(root), err)
 	}
 	return ok(name, "mounted and used in %s", existing(root))
 }
@@ -104,7 +107,8 @@ func cgroups() doctor.Check {
 	if data, err := os.ReadFile("/sys/fs/cgroup/cgroup.controllers"); err == nil {
 		have := strings.Fields(string(data))
 		if missing := lacking(have, need); len(missing) > 0 {
-			return warn(name, "Boot with these controllers enabled.", "cgroup v2 without %s: those limits have no effect", strings.Join(missing, ", "))
+			return warn(name, "Boot with these controllers enabled.",
+				"cgroup v2 without %s: those limits have no effect", strings.Join(missing, ", "))
 		}
 		return ok(name, "cgroup v2 with %s", strings.Join(have, " "))
 	}
@@ -119,10 +123,12 @@ func cgroups() doctor.Check {
 		}
 	}
 	if !slices.Contains(have, "freezer") {
-		return fail(name, "Mount the cgroup filesystem (install systemd or cgroupfs-mount).", "no cgroup v2 and no freezer of cgroup v1: sandboxes cannot be paused")
+		return fail(name, "Mount the cgroup filesystem (install systemd or cgroupfs-mount).",
+			"no cgroup v2 and no freezer of cgroup v1: sandboxes cannot be paused")
 	}
 	if missing := lacking(have, need); len(missing) > 0 {
-		return warn(name, "Mount these controllers.", "cgroup v1 without %s: those limits have no effect", strings.Join(missing, ", "))
+		return warn(name, "Mount these controllers.", "cgroup v1 without %s: those limits have no effect",
+			strings.Join(missing, ", "))
 	}
 	return ok(name, "cgroup v1 with freezer, %s", strings.Join(need, ", "))
 }
@@ -153,7 +159,10 @@ var capCosts = []struct {
 	{unix.CAP_MKNOD, "CAP_MKNOD", true, "whiteouts and devices cannot be restored"},
 	{unix.CAP_KILL, "CAP_KILL", true, "processes of other users cannot be ended"},
 	{unix.CAP_NET_ADMIN, "CAP_NET_ADMIN", true, "no sandbox networks, no TCP connections in checkpoints"},
-	{unix.CAP_SYS_RESOURCE, "CAP_SYS_RESOURCE", false, "a sandbox with processes of another user than root cannot be checkpointed with its processes, and hard limits cannot be raised"},
+	{
+		unix.CAP_SYS_RESOURCE, "CAP_SYS_RESOURCE", false,
+		"a sandbox with processes of another user than root cannot be checkpointed with its processes, and hard limits cannot be raised",
+	},
 	{unix.CAP_SETFCAP, "CAP_SETFCAP", false, "files with capabilities cannot be restored"},
 	{unix.CAP_FSETID, "CAP_FSETID", false, "set-group-id bits may be lost"},
 	{unix.CAP_SYS_CHROOT, "CAP_SYS_CHROOT", false, "CRIU cannot restore a process's root"},
@@ -168,18 +177,21 @@ var capCosts = []struct {
 func protections() doctor.Check {
 	const name = "protections"
 	if mode, err := unix.PrctlRetInt(unix.PR_GET_SECCOMP, 0, 0, 0, 0); err != nil || mode < 0 {
-		return fail(name, "Use a kernel with CONFIG_SECCOMP_FILTER.", "the kernel has no seccomp: any system call can be made from a sandbox")
+		return fail(name, "Use a kernel with CONFIG_SECCOMP_FILTER.",
+			"the kernel has no seccomp: any system call can be made from a sandbox")
 	}
 	// For the proxy of filtered sandboxes.
 	landlock := "no Landlock in this kernel"
-	if abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION); errno == 0 {
+	if abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0,
+		unix.LANDLOCK_CREATE_RULESET_VERSION); errno == 0 {
 		landlock = fmt.Sprintf("Landlock %d", abi)
 	}
 	switch {
 	case !apparmor.Enabled():
 		return ok(name, "no new privileges, seccomp; no AppArmor in this kernel; %s", landlock)
 	case !apparmor.Loadable():
-		return warn(name, "Install apparmor_parser (package apparmor).", "no new privileges, seccomp; the kernel has AppArmor, but nothing here loads profiles; %s", landlock)
+		return warn(name, "Install apparmor_parser (package apparmor).",
+			"no new privileges, seccomp; the kernel has AppArmor, but nothing here loads profiles; %s", landlock)
 	}
 	return ok(name, "no new privileges, seccomp, AppArmor (%s); %s", apparmor.Default, landlock)
 }
@@ -210,7 +222,10 @@ func judge(name string, has func(int) bool) doctor.Check {
 	if status == doctor.OK {
 		return ok(name, "all that are needed")
 	}
-	return doctor.Check{Name: name, Status: status, Detail: "missing " + strings.Join(missing, "; "), Remedy: "Run agentbox where root has them (not inside a restricted container or service). Sandboxes with user ids of their own (see userns) can be checkpointed without CAP_SYS_RESOURCE."}
+	return doctor.Check{
+		Name: name, Status: status, Detail: "missing " + strings.Join(missing, "; "),
+		Remedy: "Run agentbox where root has them (not inside a restricted container or service). Sandboxes with user ids of their own (see userns) can be checkpointed without CAP_SYS_RESOURCE.",
+	}
 }
 
 // nat sets what bridge mode sets, in a network namespace that ends with this
@@ -247,7 +262,8 @@ func forwarding() doctor.Check {
 		return warn(name, "", "%v", err)
 	}
 	if !bytes.HasPrefix(data, []byte("1")) {
-		return warn(name, "sysctl -w net.ipv4.ip_forward=1", "packets are not forwarded: sandboxes in bridge mode reach the host only")
+		return warn(name, "sysctl -w net.ipv4.ip_forward=1",
+			"packets are not forwarded: sandboxes in bridge mode reach the host only")
 	}
 	return ok(name, "packets are forwarded")
 }

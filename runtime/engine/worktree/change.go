@@ -75,9 +75,10 @@ func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
 		if err != nil {
 			return nil, err
 		}
-		u, err := overlay.PlanUpdateChunks(ctx, t.collection, t.chunks, list, func(from, until int) (io.ReadCloser, error) {
-			return to.Reader.TreePart(ctx, t.Number, from, until)
-		})
+		u, err := overlay.PlanUpdateChunks(ctx, t.collection, t.chunks, list,
+			func(from, until int) (io.ReadCloser, error) {
+				return to.Reader.TreePart(ctx, t.Number, from, until)
+			})
 		if err == nil {
 			return u, nil
 		}

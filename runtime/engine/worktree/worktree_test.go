@@ -168,7 +168,9 @@ func TestBecomes(t *testing.T) {
 			rt.Fatal(err)
 		}
 		b := &bench{rt, Home{Store: st, Sandbox: store.NewID(), Log: slog.New(slog.DiscardHandler)}, dir}
-		sb := store.Sandbox{ID: b.home.Sandbox, Name: "s" + fmt.Sprint(round), Backend: "oci", Spec: json.RawMessage(`{}`)}
+		sb := store.Sandbox{
+			ID: b.home.Sandbox, Name: "s" + fmt.Sprint(round), Backend: "oci", Spec: json.RawMessage(`{}`),
+		}
 		b.ok(st.PutSandbox(ctx, sb))
 		is := func(name string) bool { return rapid.Bool().Draw(rt, name) }
 

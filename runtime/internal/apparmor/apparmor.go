@@ -52,7 +52,8 @@ func Profile(asked string) (string, error) {
 	}
 	if !Enabled() {
 		if asked != "" {
-			return "", &fault.Error{Err: fmt.Errorf("%w: the AppArmor profile %s: this kernel has no AppArmor", fault.ErrUnsupported, asked),
+			return "", &fault.Error{Err: fmt.Errorf("%w: the AppArmor profile %s: this kernel has no AppArmor",
+				fault.ErrUnsupported, asked),
 				Hint: "Leave it out: --security-opt apparmor=" + Unconfined + "."}
 		}
 		return "", nil

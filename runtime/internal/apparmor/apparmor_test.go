@@ -54,7 +54,8 @@ func TestProfile(t *testing.T) {
 	}
 
 	// The program that loads profiles is given ours, once.
-	write(t, dir+"/bin/apparmor_parser", "#!/bin/sh\n[ $1 = -Kr ] || exit 3\n/bin/cat $2 >>"+dir+"/given\necho 'agentbox-default (enforce)' >>"+list+"\n")
+	write(t, dir+"/bin/apparmor_parser", "#!/bin/sh\n[ $1 = -Kr ] || exit 3\n/bin/cat $2 >>"+dir+
+		"/given\necho 'agentbox-default (enforce)' >>"+list+"\n")
 	t.Setenv("PATH", dir+"/bin")
 	for range 2 {
 		if got, err := profile(t, on, ""); got != Default || err != nil {
@@ -62,7 +63,8 @@ func TestProfile(t *testing.T) {
 		}
 	}
 	given, err := os.ReadFile(dir + "/given")
-	if text := string(given); err != nil || strings.Count(text, "profile agentbox-default flags=") != 1 || !strings.Contains(text, "deny mount,") || !strings.Contains(text, "deny @{PROC}/sysrq-trigger rwklx,") {
+	if text := string(given); err != nil || strings.Count(text, "profile agentbox-default flags=") != 1 ||
+		!strings.Contains(text, "deny mount,") || !strings.Contains(text, "deny @{PROC}/sysrq-trigger rwklx,") {
 		t.Errorf("%v: %s", err, given)
 	}
 

@@ -158,7 +158,9 @@ func (l *Lifecycle) List(ctx context.Context, more ...string) ([]string, error) 
 	if err != nil {
 		return nil, err
 	}
-	ids = slices.DeleteFunc(slices.Concat(ids, names, more), func(id string) bool { return !record.IsID(id) || l.OwnedByOther(id) })
+	ids = slices.DeleteFunc(slices.Concat(ids, names, more), func(id string) bool {
+		return !record.IsID(id) || l.OwnedByOther(id)
+	})
 	slices.Sort(ids)
 	return slices.Compact(ids), nil
 }

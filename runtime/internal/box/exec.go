@@ -33,7 +33,9 @@ type Session struct {
 
 // Exec runs one more process in a running container, under a monitor of its own. If ctx ends
 // while the caller is attached, the process is killed; a detached one goes on.
-func (l *Lifecycle) Exec(ctx context.Context, id string, p runtime.Process, ends runtime.Streams) (exit int, err error) {
+func (l *Lifecycle) Exec(
+	ctx context.Context, id string, p runtime.Process, ends runtime.Streams,
+) (exit int, err error) {
 	v, err := l.hooks.Look(ctx, id)
 	if err != nil {
 		return 0, err

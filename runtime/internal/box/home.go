@@ -161,8 +161,9 @@ func (h home) ReadRecord(id string, rec any, named *string) error {
 // out of it, and what is below them is written and removed.
 func (h home) noLinks(id string, names ...string) error {
 	if err := errors.Join(fsx.NoLinks(h.Dir(id), names...), fsx.NoLinks(h.RunDir(id), "")); err != nil {
-		return &fault.Error{Op: "container " + id, Hint: "agentbox has not made it. Do not use a root directory that others could write to.",
-			Err: fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
+		return &fault.Error{Op: "container " + id,
+			Hint: "agentbox has not made it. Do not use a root directory that others could write to.",
+			Err:  fmt.Errorf("%w: %w", fault.ErrCorrupt, err)}
 	}
 	return nil
 }

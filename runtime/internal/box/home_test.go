@@ -41,15 +41,19 @@ func TestForgedLinks(t *testing.T) {
 		"merged":          {func(h home, outside string) error { return lead(h.Dir(id, "merged"), outside) }, true},
 		"etc":             {func(h home, outside string) error { return lead(h.Dir(id, "etc"), outside) }, true},
 		"runs":            {func(h home, outside string) error { return lead(h.Dir(id, "runs"), outside) }, true},
-		"log":             {func(h home, outside string) error { return lead(h.Dir(id, "log"), outside+"/kept") }, true},
+		"log": {func(h home, outside string) error {
+			return lead(h.Dir(id, "log"), outside+"/kept")
+		}, true},
 		"record": {func(h home, outside string) error {
-			return errors.Join(os.Rename(h.Dir(id, "container.json"), outside+"/c.json"), os.Symlink(outside+"/c.json", h.Dir(id, "container.json")))
+			return errors.Join(os.Rename(h.Dir(id, "container.json"), outside+"/c.json"),
+				os.Symlink(outside+"/c.json", h.Dir(id, "container.json")))
 		}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			outside := filepath.Join(dir, "outside")
-			must(t, os.MkdirAll(outside+"/exec", 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600), os.WriteFile(outside+"/exec/kept", []byte("x"), 0o600))
+			must(t, os.MkdirAll(outside+"/exec", 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600),
+				os.WriteFile(outside+"/exec/kept", []byte("x"), 0o600))
 			h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
 			must(t, err)
 			unlock, _, err := h.claim(ctx, id)
@@ -59,7 +63,8 @@ func TestForgedLinks(t *testing.T) {
 			var rec saved
 			must(t, h.ReadRecord(id, &rec, &rec.ID))
 			must(t, c.forge(h, outside))
-			if err := h.ReadRecord(id, &rec, &rec.ID); !errors.Is(err, fault.ErrCorrupt) || !strings.Contains(err.Error(), "symbolic link") {
+			if err := h.ReadRecord(id, &rec, &rec.ID); !errors.Is(err, fault.ErrCorrupt) ||
+				!strings.Contains(err.Error(), "symbolic link") {
 				t.Errorf("load: %v", err)
 			}
 			unlock, _, err = h.claim(ctx, id)
@@ -87,7 +92,8 @@ func TestForgedStarts(t *testing.T) {
 	must(t, err)
 	must(t, os.Mkdir(h.Dir(id), 0o700), h.makeStart(id, 1))
 	kept := filepath.Join(dir, "kept")
-	must(t, os.WriteFile(kept, []byte("x"), 0o600), os.Symlink(kept, h.StartDir(id, 1, ".started")), os.Symlink(dir, h.StartDir(id, 2)))
+	must(t, os.WriteFile(kept, []byte("x"), 0o600), os.Symlink(kept, h.StartDir(id, 1, ".started")),
+		os.Symlink(dir, h.StartDir(id, 2)))
 	if err := h.NoteStart(id, 1, time.Now()); err == nil {
 		t.Error("it was noted through a link")
 	}
@@ -104,8 +110,10 @@ func TestForgedHome(t *testing.T) {
 	for _, part := range []string{"", "containerd"} {
 		for _, name := range []string{"root/" + part + "/sandboxes", "run/" + part + "/runc"} {
 			dir := t.TempDir()
-			must(t, os.MkdirAll(filepath.Join(dir, name), 0o700), os.Remove(filepath.Join(dir, name)), os.Symlink(t.TempDir(), filepath.Join(dir, name)))
-			if _, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), part); !errors.Is(err, fault.ErrDenied) {
+			must(t, os.MkdirAll(filepath.Join(dir, name), 0o700), os.Remove(filepath.Join(dir, name)),
+				os.Symlink(t.TempDir(), filepath.Join(dir, name)))
+			if _, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"),
+				part); !errors.Is(err, fault.ErrDenied) {
 				t.Errorf("%q, %s: %v", part, name, err)
 			}
 		}
@@ -122,7 +130,10 @@ func TestRecordExit(t *testing.T) {
 		code int
 		at   time.Time
 		want int
-	}{{UnknownExit, at, UnknownExit}, {UnknownExit, at.Add(1), UnknownExit}, {137, at.Add(time.Hour), 137}, {UnknownExit, at, 137}, {0, at, 137}} {
+	}{
+		{UnknownExit, at, UnknownExit}, {UnknownExit, at.Add(1), UnknownExit}, {137, at.Add(time.Hour), 137},
+		{UnknownExit, at, 137}, {0, at, 137},
+	} {
 		must(t, h.recordExit(id, 1, Exit{Code: c.code, Finished: c.at}))
 		got, ok, err := h.RecordedExit(id, 1)
 		if err != nil || !ok || got.Code != c.want || !got.Finished.Equal(at) {

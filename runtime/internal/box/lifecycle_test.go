@@ -106,7 +106,8 @@ func TestEndWithoutNote(t *testing.T) {
 func TestTakenBack(t *testing.T) {
 	f := newFake(t)
 	id := f.create(t)
-	if err := f.l.Create(t.Context(), runtime.Spec{ID: id, Args: []string{"true"}}, []string{"/"}); !errors.Is(err, fault.ErrExists) || f.made != 1 {
+	if err := f.l.Create(t.Context(), runtime.Spec{ID: id, Args: []string{"true"}}, []string{"/"}); !errors.Is(err,
+		fault.ErrExists) || f.made != 1 {
 		t.Errorf("%v, made %d times", err, f.made)
 	}
 	if _, err := f.l.Start(t.Context(), id, runtime.StartOptions{}); !errors.Is(err, fault.ErrUnsupported) {

@@ -22,8 +22,10 @@ import (
 // The paths of /proc and /sys that Docker 29 masks (moby, daemon/pkg/oci/defaults.go) or makes
 // read-only.
 var (
-	dockerMasks = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi",
-		"/proc/timer_list", "/proc/timer_stats", "/sys/devices/system/cpu/cpu*/thermal_throttle", "/sys/devices/virtual/powercap", "/sys/firmware"}
+	dockerMasks = []string{"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys",
+		"/proc/latency_stats", "/proc/sched_debug", "/proc/scsi",
+		"/proc/timer_list", "/proc/timer_stats", "/sys/devices/system/cpu/cpu*/thermal_throttle",
+		"/sys/devices/virtual/powercap", "/sys/firmware"}
 	dockerReadonly = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
 )
 
@@ -136,14 +138,22 @@ func TestCallsBesideDocker(t *testing.T) {
 	filterOf := func(get func(*specs.Spec) (*specs.LinuxSeccomp, error), capabilities []string) *specs.LinuxSeccomp {
 		t.Helper()
 		names := policy.KernelNames(capabilities)
-		f, err := get(&specs.Spec{Linux: &specs.Linux{}, Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{Bounding: names, Effective: names, Permitted: names}}})
+		f, err := get(&specs.Spec{
+			Linux: &specs.Linux{}, Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{
+				Bounding: names, Effective: names, Permitted: names,
+			}},
+		})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return f
 	}
-	docker := filterOf(func(s *specs.Spec) (*specs.LinuxSeccomp, error) { return seccomp.GetDefaultProfile(s) }, policy.DockerCapabilities)
-	ours := filterOf(func(s *specs.Spec) (*specs.LinuxSeccomp, error) { return SyscallFilter(s, runtime.Security{}) }, policy.DefaultCapabilities)
+	docker := filterOf(func(s *specs.Spec) (*specs.LinuxSeccomp, error) {
+		return seccomp.GetDefaultProfile(s)
+	}, policy.DockerCapabilities)
+	ours := filterOf(func(s *specs.Spec) (*specs.LinuxSeccomp, error) {
+		return SyscallFilter(s, runtime.Security{})
+	}, policy.DefaultCapabilities)
 	calls := kernelCalls(t)
 	decided := map[string][]string{}
 	for _, row := range tableOf(t, "calls") {
@@ -196,7 +206,8 @@ func TestPathsBesideDocker(t *testing.T) {
 	for _, row := range tableOf(t, "paths") {
 		for _, path := range namesIn(row[0]) {
 			decided[path] = true
-			theirs, own := state(dockerMasks, dockerReadonly, path), state(policy.MaskedPaths, policy.ReadonlyPaths, path)
+			theirs, own := state(dockerMasks, dockerReadonly, path),
+				state(policy.MaskedPaths, policy.ReadonlyPaths, path)
 			if row[1] != theirs || row[2] != own {
 				t.Errorf("%s: Docker %s, agentbox %s; the table says %s, %s", path, theirs, own, row[1], row[2])
 			}

@@ -84,7 +84,8 @@ func checkWorkdir(root *os.File, dir string) error {
 		name, left, _ = strings.Cut(strings.TrimPrefix(left, "/"), "/")
 		at = path.Join(at, name)
 		if hostDir().MatchString(at + "/" + left) {
-			return fmt.Errorf("%w: the working directory %.200q leads to the descriptors of a process (%s)", fault.ErrInvalid, dir, at)
+			return fmt.Errorf("%w: the working directory %.200q leads to the descriptors of a process (%s)",
+				fault.ErrInvalid, dir, at)
 		}
 		to, err := readLink(root, at)
 		if err != nil {

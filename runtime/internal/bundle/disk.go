@@ -56,7 +56,8 @@ func DiskOf(dir string) (Disk, error) {
 }
 
 func noDisk(dir string) error {
-	return &fault.Error{Err: fmt.Errorf("%w: an I/O limit: the files of %s are on no disk of this host", fault.ErrUnsupported, dir),
+	return &fault.Error{Err: fmt.Errorf("%w: an I/O limit: the files of %s are on no disk of this host",
+		fault.ErrUnsupported, dir),
 		Hint: "Leave out --io-bps, or keep the sandboxes on a disk."}
 }
 

@@ -15,7 +15,8 @@ func TestResolvConf(t *testing.T) {
 	path := filepath.Join(p.Dir, "etc", "resolv.conf")
 	start := func(restores bool, want string, nameservers ...string) {
 		t.Helper()
-		if err := p.writeEtc(runtime.Spec{Hostname: "box"}, network.Endpoint{Nameservers: nameservers}, restores); err != nil {
+		if err := p.writeEtc(runtime.Spec{Hostname: "box"}, network.Endpoint{Nameservers: nameservers},
+			restores); err != nil {
 			t.Fatal(err)
 		}
 		if got, err := os.ReadFile(path); err != nil || string(got) != want {

@@ -31,29 +31,41 @@ import (
 func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 	list := []specs.Mount{
 		{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "noexec", "nodev"}},
-		{Destination: "/dev", Type: "tmpfs", Source: "tmpfs", Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"}},
-		{Destination: "/dev/pts", Type: "devpts", Source: "devpts", Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
+		{
+			Destination: "/dev", Type: "tmpfs", Source: "tmpfs",
+			Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"},
+		},
+		{
+			Destination: "/dev/pts", Type: "devpts", Source: "devpts",
+			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"},
+		},
 		{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", "ro"}},
 		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
-		{Destination: "/dev/shm", Type: "tmpfs", Source: "shm", Options: []string{"nosuid", "noexec", "nodev", "mode=1777", "size=67108864"}},
+		{
+			Destination: "/dev/shm", Type: "tmpfs", Source: "shm",
+			Options: []string{"nosuid", "noexec", "nodev", "mode=1777", "size=67108864"},
+		},
 	}
 	// Under v1 a restore would bind the cgroups of the restoring process there:
 	// a view of the host's.
 	if p.Cgroups.Unified() {
 		list = append(list, specs.Mount{
-			Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: []string{"nosuid", "noexec", "nodev", "relatime", "ro"},
+			Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup",
+			Options: []string{"nosuid", "noexec", "nodev", "relatime", "ro"},
 		})
 	}
 	for _, name := range etcNames {
 		list = append(list, specs.Mount{
-			Destination: "/etc/" + name, Type: "bind", Source: filepath.Join(p.Dir, "etc", name), Options: []string{"rbind", "rprivate"},
+			Destination: "/etc/" + name, Type: "bind", Source: filepath.Join(p.Dir, "etc", name),
+			Options: []string{"rbind", "rprivate"},
 		})
 	}
 	if s.Init {
 		// Where our root is on a filesystem without them (/dev/shm, a hardened /var), a
 		// user namespace may not have them either.
 		list = append(list, specs.Mount{
-			Destination: InitPath, Type: "bind", Source: filepath.Join(p.Dir, "init"), Options: []string{"bind", "ro", "nosuid", "nodev", "rprivate"},
+			Destination: InitPath, Type: "bind", Source: filepath.Join(p.Dir, "init"),
+			Options: []string{"bind", "ro", "nosuid", "nodev", "rprivate"},
 		})
 	}
 	own, err := userMounts(s.Mounts)
@@ -78,7 +90,8 @@ func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
 	for _, m := range mounts {
 		target := path.Clean(m.Target)
 		if !path.IsAbs(target) || target == "/" {
-			return nil, fmt.Errorf("%w: mount target %q must be an absolute path other than /", fault.ErrInvalid, m.Target)
+			return nil, fmt.Errorf("%w: mount target %q must be an absolute path other than /",
+				fault.ErrInvalid, m.Target)
 		}
 		out := specs.Mount{Destination: target, Type: m.Type}
 		switch m.Type {
@@ -100,7 +113,8 @@ func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
 			out.Source, out.Options = "tmpfs", opts
 		default:
 			if m.Type == "volume" {
-				return nil, &fault.Error{Err: fmt.Errorf("%w: named volume %s: this backend has none", fault.ErrUnsupported, m.Source),
+				return nil, &fault.Error{Err: fmt.Errorf("%w: named volume %s: this backend has none",
+					fault.ErrUnsupported, m.Source),
 					Hint: "Bind a directory: --volume ./" + m.Source + ":" + m.Target + ", or choose --backend docker."}
 			}
 			return nil, fmt.Errorf("%w: mount type %q", fault.ErrInvalid, m.Type)
@@ -194,7 +208,8 @@ func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error
 		"resolv.conf": resolver(e),
 	}
 	var known []string
-	if err := record.ReadJSON(filepath.Join(dir, generatedFile), &known); err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fault.ErrCorrupt) {
+	if err := record.ReadJSON(filepath.Join(dir, generatedFile), &known); err != nil &&
+		!errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fault.ErrCorrupt) {
 		return err
 	}
 	write := map[string][]byte{}
@@ -219,7 +234,8 @@ func (p Place) writeEtc(s runtime.Spec, e network.Endpoint, restores bool) error
 	}
 	// First the record: what is written and not on it would count as changed.
 	if learned {
-		if err := record.WriteJSON(filepath.Join(dir, generatedFile), known[max(0, len(known)-maxGenerated):], false); err != nil {
+		if err := record.WriteJSON(filepath.Join(dir, generatedFile),
+			known[max(0, len(known)-maxGenerated):], false); err != nil {
 			return err
 		}
 	}
@@ -273,7 +289,8 @@ func ownHosts(s runtime.Spec, data []byte) bool {
 	lines := bytes.Split(bytes.TrimSuffix(data, []byte("\n")), []byte("\n"))
 	old, _, _ := bytes.Cut(lines[len(lines)-1], []byte("\t"))
 	address, err := netip.ParseAddr(string(old))
-	return err == nil && s.Network.Mode != runtime.NetworkHost && bytes.Equal(data, hosts(s, network.Endpoint{Address: address}))
+	return err == nil && s.Network.Mode != runtime.NetworkHost &&
+		bytes.Equal(data, hosts(s, network.Endpoint{Address: address}))
 }
 
 func hosts(s runtime.Spec, e network.Endpoint) []byte {
@@ -288,7 +305,8 @@ func hosts(s runtime.Spec, e network.Endpoint) []byte {
 		address = e.Address.String()
 	}
 	return fmt.Appendf(nil, "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"+
-		"fe00::\tip6-localnet\nff00::\tip6-mcastprefix\nff02::1\tip6-allnodes\nff02::2\tip6-allrouters\n%s\t%s\n", address, s.Hostname)
+		"fe00::\tip6-localnet\nff00::\tip6-mcastprefix\nff02::1\tip6-allnodes\nff02::2\tip6-allrouters\n%s\t%s\n",
+		address, s.Hostname)
 }
 
 func resolver(e network.Endpoint) []byte {

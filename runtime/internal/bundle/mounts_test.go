@@ -34,7 +34,8 @@ func TestInit(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := os.ReadFile(filepath.Join(p.Dir, "init")); ok(nil) != (err == nil && string(got) == string(want)) {
+		if got, err := os.ReadFile(filepath.Join(p.Dir, "init")); ok(nil) != (err == nil &&
+			string(got) == string(want)) {
 			t.Errorf("%s: there are %d bytes: %v", program, len(got), err)
 		}
 	}

@@ -46,7 +46,9 @@ type Place struct {
 
 // Prepare writes the files that a start wants to find and makes the sandbox's
 // config.json.
-func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size *runtime.Size, restores bool, secrets []runtime.SecretFile) (*specs.Spec, error) {
+func (p Place) Prepare(
+	s runtime.Spec, env []string, end network.Endpoint, size *runtime.Size, restores bool, secrets []runtime.SecretFile,
+) (*specs.Spec, error) {
 	if err := p.writeEtc(s, end, restores); err != nil {
 		return nil, err
 	}
@@ -64,7 +66,9 @@ func (p Place) Prepare(s runtime.Spec, env []string, end network.Endpoint, size 
 
 // spec makes a sandbox's config.json. Its root filesystem is mounted, and read to find the
 // user; restored processes keep their ids, so then a missing user does not matter.
-func (p Place) spec(s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool, secrets []runtime.SecretFile) (*specs.Spec, error) {
+func (p Place) spec(
+	s runtime.Spec, env []string, netns string, size *runtime.Size, restores bool, secrets []runtime.SecretFile,
+) (*specs.Spec, error) {
 	root, err := kernel.OpenRoot(p.Rootfs)
 	if err != nil {
 		return nil, err
@@ -143,7 +147,8 @@ func grantable(want []string) ([]string, error) {
 		case number >= 0 && err == nil && has == 1:
 			names = append(names, "CAP_"+name)
 		case asked && !slices.Contains(policy.DefaultCapabilities, name):
-			return nil, &fault.Error{Err: fmt.Errorf("%w: the capability %s is not ours to give", fault.ErrUnsupported, name), Hint: "Do without it: --cap-drop " + name + "."}
+			return nil, &fault.Error{Err: fmt.Errorf("%w: the capability %s is not ours to give", fault.ErrUnsupported,
+				name), Hint: "Do without it: --cap-drop " + name + "."}
 		}
 	}
 	return names, nil
@@ -151,7 +156,9 @@ func grantable(want []string) ([]string, error) {
 
 // Process makes the process section of an exec in a sandbox whose first process
 // that is.
-func Process(first *kernel.Process, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size) (*specs.Process, error) {
+func Process(
+	first *kernel.Process, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size,
+) (*specs.Process, error) {
 	root, err := first.Root()
 	if err != nil {
 		return nil, err
@@ -163,7 +170,9 @@ func Process(first *kernel.Process, s runtime.Spec, env []string, p runtime.Proc
 }
 
 // process makes the process section, for the first process and for execs.
-func process(root *os.File, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size) (*specs.Process, error) {
+func process(
+	root *os.File, s runtime.Spec, env []string, p runtime.Process, size *runtime.Size,
+) (*specs.Process, error) {
 	if len(p.Args) == 0 {
 		return nil, fmt.Errorf("%w: no command", fault.ErrInvalid)
 	}
@@ -234,11 +243,13 @@ func rlimits() []specs.POSIXRlimit {
 // from the container's own cgroup on, and there is nothing else to see.
 func (p Place) namespaces(s runtime.Spec, netns string) []specs.LinuxNamespace {
 	list := []specs.LinuxNamespace{
-		{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace}, {Type: specs.MountNamespace},
+		{Type: specs.PIDNamespace}, {Type: specs.IPCNamespace}, {Type: specs.UTSNamespace},
+		{Type: specs.MountNamespace},
 	}
 	switch {
 	case s.IDs != nil:
-		list = append(list, specs.LinuxNamespace{Type: specs.UserNamespace}, specs.LinuxNamespace{Type: specs.NetworkNamespace})
+		list = append(list, specs.LinuxNamespace{Type: specs.UserNamespace},
+			specs.LinuxNamespace{Type: specs.NetworkNamespace})
 	case netns != "":
 		list = append(list, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: netns})
 	}
@@ -275,7 +286,10 @@ func (p Place) resources(r runtime.Resources) (*specs.LinuxResources, error) {
 		}
 		limit := specs.LinuxThrottleDevice{Rate: uint64(r.IO)}
 		limit.Major, limit.Minor = int64(disk.Major), int64(disk.Minor)
-		out.BlockIO = &specs.LinuxBlockIO{ThrottleReadBpsDevice: []specs.LinuxThrottleDevice{limit}, ThrottleWriteBpsDevice: []specs.LinuxThrottleDevice{limit}}
+		out.BlockIO = &specs.LinuxBlockIO{
+			ThrottleReadBpsDevice:  []specs.LinuxThrottleDevice{limit},
+			ThrottleWriteBpsDevice: []specs.LinuxThrottleDevice{limit},
+		}
 	}
 	return out, nil
 }
@@ -345,7 +359,9 @@ func replaceRules(filter *specs.LinuxSeccomp, without func([]string) []string, r
 	for i := range filter.Syscalls {
 		filter.Syscalls[i].Names = without(filter.Syscalls[i].Names)
 	}
-	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool { return len(call.Names) == 0 })
+	filter.Syscalls = slices.DeleteFunc(filter.Syscalls, func(call specs.LinuxSyscall) bool {
+		return len(call.Names) == 0
+	})
 	filter.Syscalls = append(filter.Syscalls, rule)
 }
 

@@ -52,7 +52,9 @@ func lookUser(root *os.File, who string) (account, error) {
 	group, gerr := readInRoot(root, "/etc/group")
 	err := errors.Join(perr, gerr)
 	if errors.Is(err, errIrregular) {
-		return account{}, &fault.Error{Err: err, Hint: "Put a regular file in its place with agentbox cp, or restore the sandbox."}
+		return account{}, &fault.Error{
+			Err: err, Hint: "Put a regular file in its place with agentbox cp, or restore the sandbox.",
+		}
 	}
 	if err != nil && !numeric(who) {
 		return account{}, err

@@ -42,7 +42,9 @@ func fileState(e *overlay.Entry) *runtime.FileState {
 	if e == nil {
 		return nil
 	}
-	f := &runtime.FileState{Type: string(e.Type), Mode: Octal(e.Mode), UID: e.UID, GID: e.GID, Size: e.Size, Target: e.Link}
+	f := &runtime.FileState{
+		Type: string(e.Type), Mode: Octal(e.Mode), UID: e.UID, GID: e.GID, Size: e.Size, Target: e.Link,
+	}
 	if e.Type == overlay.TypeChar || e.Type == overlay.TypeBlock {
 		f.Device = fmt.Sprintf("%d:%d", e.Major, e.Minor)
 	}

@@ -60,7 +60,8 @@ func hierarchies() (Cgroups, error) {
 	seen := map[device]bool{}
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
 		d := device{i.Major, i.Minor}
-		if i.FSType != "cgroup" && i.FSType != "cgroup2" || seen[d] || strings.Contains(i.Mountpoint, "/.criu.cgyard.") {
+		if i.FSType != "cgroup" && i.FSType != "cgroup2" || seen[d] ||
+			strings.Contains(i.Mountpoint, "/.criu.cgyard.") {
 			return true, false
 		}
 		seen[d] = true
@@ -203,7 +204,8 @@ func (c Cgroups) chain(groups, top string) (list []string) {
 // freezes reports whether it is the hierarchy to freeze by, given the controllers that
 // a line of /proc/PID/cgroup names.
 func (m Hierarchy) freezes(controllers string) bool {
-	return m.Freezer && (m.V2 && controllers == "" || !m.V2 && slices.Contains(strings.Split(controllers, ","), "freezer"))
+	return m.Freezer && (m.V2 && controllers == "" || !m.V2 &&
+		slices.Contains(strings.Split(controllers, ","), "freezer"))
 }
 
 // FrozenProcess reports whether the cgroup that a process is in stands still.
@@ -281,7 +283,9 @@ func (c Cgroups) KillAll(path string) (int, error) {
 // Terminate ends the processes of a cgroup: it sends sig to the first process and, if that has not
 // ended in time, kills it, and the rest of its PID namespace with it. Frozen processes are
 // killed at once, for they take no other signal.
-func (c Cgroups) Terminate(ctx context.Context, first *Process, path string, frozen bool, sig unix.Signal, limit time.Duration) (killed bool, err error) {
+func (c Cgroups) Terminate(
+	ctx context.Context, first *Process, path string, frozen bool, sig unix.Signal, limit time.Duration,
+) (killed bool, err error) {
 	if frozen {
 		_, err = c.KillAll(path)
 		return true, err

@@ -34,7 +34,8 @@ func (c Cgroups) HitsIn(path string) (h Hits) {
 	for _, m := range c {
 		dir := filepath.Join(m.Path, path)
 		// Each is in one hierarchy only. The first is v2's name, the second v1's.
-		h.OOMKills = max(h.OOMKills, counter(filepath.Join(dir, "memory.events"), "oom_kill"), counter(filepath.Join(dir, "memory.oom_control"), "oom_kill"))
+		h.OOMKills = max(h.OOMKills, counter(filepath.Join(dir, "memory.events"), "oom_kill"),
+			counter(filepath.Join(dir, "memory.oom_control"), "oom_kill"))
 		h.PidsMax = max(h.PidsMax, counter(filepath.Join(dir, "pids.events"), "max"))
 	}
 	return h

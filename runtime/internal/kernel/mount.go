@@ -45,7 +45,9 @@ func UnmountBelow(dirs ...string) error {
 // MountsBelow lists what is mounted below some directories.
 func MountsBelow(dirs ...string) (paths []string, err error) {
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {
-		return !slices.ContainsFunc(dirs, func(dir string) bool { return strings.HasPrefix(i.Mountpoint, dir+"/") }), false
+		return !slices.ContainsFunc(dirs, func(dir string) bool {
+			return strings.HasPrefix(i.Mountpoint, dir+"/")
+		}), false
 	})
 	for _, i := range infos {
 		paths = append(paths, i.Mountpoint)

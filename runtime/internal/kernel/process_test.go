@@ -87,7 +87,8 @@ func TestExecuted(t *testing.T) {
 	if err := p.Executed(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil || !strings.HasSuffix(exe, "/sleep") && !strings.HasSuffix(exe, "/coreutils") {
+	if exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil ||
+		!strings.HasSuffix(exe, "/sleep") && !strings.HasSuffix(exe, "/coreutils") {
 		t.Errorf("waited for until it was %q, %v", exe, err)
 	}
 	if err := p.Kill(9); err != nil {

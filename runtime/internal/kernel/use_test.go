@@ -33,9 +33,16 @@ func TestUse(t *testing.T) {
 		proc  string
 		want  Use
 	}{
-		{"v1", []map[string]string{v1}, "5:pids:/box\n4:memory:/box\n3:cpu,cpuacct:/box\n1:name=systemd:/other\n", Use{1500 * time.Millisecond, 4000000, 0, 3, 0}},
+		{
+			"v1", []map[string]string{v1}, "5:pids:/box\n4:memory:/box\n3:cpu,cpuacct:/box\n1:name=systemd:/other\n",
+			Use{1500 * time.Millisecond, 4000000, 0, 3, 0},
+		},
 		{"v2", []map[string]string{v2}, "0::/box\n", Use{1500 * time.Millisecond, 4000000, 64 << 20, 3, 20}},
-		{"hybrid", []map[string]string{v1, {"unified/service/cpu.stat": "usage_usec 99000000\n"}}, "5:pids:/box\n4:memory:/box\n3:cpu,cpuacct:/box\n0::/service\n", Use{1500 * time.Millisecond, 4000000, 0, 3, 0}},
+		{
+			"hybrid", []map[string]string{v1, {"unified/service/cpu.stat": "usage_usec 99000000\n"}},
+			"5:pids:/box\n4:memory:/box\n3:cpu,cpuacct:/box\n0::/service\n",
+			Use{1500 * time.Millisecond, 4000000, 0, 3, 0},
+		},
 		{"none of its own", []map[string]string{v1}, "4:memory:/\n0::/\n", Use{}},
 		{"nonsense", []map[string]string{v1}, "\n4:memory\n9:x:/box\n", Use{}},
 	} {
@@ -49,7 +56,9 @@ func TestUse(t *testing.T) {
 				}
 			}
 			groups := Cgroups{{Path: filepath.Join(root, "unified"), V2: true}}
-			for dir, options := range map[string][]string{"cpu": {"rw", "cpu", "cpuacct"}, "memory": {"rw", "memory"}, "pids": {"rw", "pids"}} {
+			for dir, options := range map[string][]string{
+				"cpu": {"rw", "cpu", "cpuacct"}, "memory": {"rw", "memory"}, "pids": {"rw", "pids"},
+			} {
 				groups = append(groups, Hierarchy{Path: filepath.Join(root, dir), options: options})
 			}
 			if got := groups.use(tc.proc); got != tc.want {

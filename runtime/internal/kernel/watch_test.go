@@ -62,7 +62,8 @@ func TestPolled(t *testing.T) {
 		{"written", func() error { return os.WriteFile(file, []byte("x"), 0o600) }},
 		{"touched", func() error { return os.Chtimes(file, at, at) }},
 		{"another", func() error {
-			return errors.Join(os.WriteFile(file+".new", []byte("x"), 0o600), os.Chtimes(file+".new", at, at), os.Rename(file+".new", file))
+			return errors.Join(os.WriteFile(file+".new", []byte("x"), 0o600), os.Chtimes(file+".new", at, at),
+				os.Rename(file+".new", file))
 		}},
 		{"gone", func() error { return os.Remove(file) }},
 	} {

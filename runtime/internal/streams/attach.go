@@ -76,7 +76,10 @@ func FirstSize(ctx context.Context, sizes <-chan runtime.Size) *runtime.Size {
 
 // New attaches streams by a connection. With a terminal, resize is called first for size, and
 // then for each size from the streams.
-func New(ctx context.Context, conn Conn, streams runtime.Streams, terminal bool, size *runtime.Size, resize func(runtime.Size)) *Attachment {
+func New(
+	ctx context.Context, conn Conn, streams runtime.Streams, terminal bool, size *runtime.Size,
+	resize func(runtime.Size),
+) *Attachment {
 	if terminal {
 		streams.Stderr = streams.Stdout
 		if size != nil {

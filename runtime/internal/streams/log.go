@@ -66,7 +66,10 @@ func Print(ctx context.Context, path string, opts runtime.LogOptions, stdout, st
 
 // Follow writes the log as it grows, until the process has ended, for which
 // ended waits, and all of it is written.
-func Follow(ctx context.Context, path string, opts runtime.LogOptions, stdout, stderr io.Writer, ended func(context.Context) error) error {
+func Follow(
+	ctx context.Context, path string, opts runtime.LogOptions, stdout, stderr io.Writer,
+	ended func(context.Context) error,
+) error {
 	p := &printer{opts: opts, out: [2]io.Writer{stdout, stderr}}
 	r, err := openLog(path)
 	if err != nil {

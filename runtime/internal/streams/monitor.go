@@ -29,7 +29,10 @@ type Packets struct{ *net.UnixConn }
 
 // Connect attaches streams by a monitor's socket; see New. Once it returns,
 // nothing that the process prints is missed.
-func Connect(ctx context.Context, socket string, streams runtime.Streams, terminal bool, size *runtime.Size, resize func(runtime.Size)) (*Attachment, error) {
+func Connect(
+	ctx context.Context, socket string, streams runtime.Streams, terminal bool, size *runtime.Size,
+	resize func(runtime.Size),
+) (*Attachment, error) {
 	conn, err := Dial(socket)
 	if err != nil {
 		return nil, err
@@ -46,7 +49,8 @@ func Dial(socket string) (p Packets, err error) {
 		return p, fmt.Errorf("attach: %w", err)
 	}
 	defer unix.Close(fd)
-	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d", fd), Net: "unixpacket"})
+	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: fmt.Sprintf("/proc/self/fd/%d",
+		fd), Net: "unixpacket"})
 	if err != nil {
 		return p, fmt.Errorf("attach: %w", err)
 	}

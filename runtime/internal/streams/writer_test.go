@@ -49,7 +49,8 @@ func TestWriter(t *testing.T) {
 
 func TestWriterAfterATornRecord(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "log")
-	if err := os.WriteFile(path, []byte("2030-01-02T03:04:05Z stdout F whole\n2030-01-02T03:04:05Z stdo"), 0o600); err != nil {
+	if err := os.WriteFile(path, []byte("2030-01-02T03:04:05Z stdout F whole\n2030-01-02T03:04:05Z stdo"),
+		0o600); err != nil {
 		t.Fatal(err)
 	}
 	w, err := OpenWriter(path)

@@ -81,7 +81,9 @@ func mount(dir string) (why string, err error) {
 			return "", err
 		}
 	}
-	m := overlay.Mount{Lower: []string{at("lower")}, Upper: at("upper"), Work: at("work"), Target: at("merged"), IDs: &ids}
+	m := overlay.Mount{
+		Lower: []string{at("lower")}, Upper: at("upper"), Work: at("work"), Target: at("merged"), IDs: &ids,
+	}
 	if err := m.Mount(); err != nil {
 		return fmt.Sprintf("an overlay in %s cannot have mapped ids, which takes Linux 5.19, and ext4, xfs or btrfs: %v", filepath.Dir(dir), err), nil
 	}
@@ -96,8 +98,10 @@ func mount(dir string) (why string, err error) {
 
 // Mount points that procfs and sysfs keep empty for these; they hide nothing.
 var pseudo = map[string]bool{
-	"autofs": true, "binfmt_misc": true, "bpf": true, "cgroup": true, "cgroup2": true, "configfs": true, "debugfs": true, "efivarfs": true,
-	"fusectl": true, "nfsd": true, "pstore": true, "resctrl": true, "securityfs": true, "selinuxfs": true, "smackfs": true, "tracefs": true,
+	"autofs": true, "binfmt_misc": true, "bpf": true, "cgroup": true, "cgroup2": true, "configfs": true,
+	"debugfs": true, "efivarfs": true,
+	"fusectl": true, "nfsd": true, "pstore": true, "resctrl": true, "securityfs": true, "selinuxfs": true,
+	"smackfs": true, "tracefs": true,
 }
 
 // covered reports whether part of a filesystem is hidden here, as it is in most containers:
@@ -126,7 +130,8 @@ func covered(fstype, where string) (string, error) {
 	if over == "" {
 		return where + " is not mounted", nil
 	}
-	return fmt.Sprintf("%s is mounted over, and the kernel then lets no user namespace have a %s of its own", over, where), nil
+	return fmt.Sprintf("%s is mounted over, and the kernel then lets no user namespace have a %s of its own", over,
+		where), nil
 }
 
 // versions returns which of the two programs that restore is too old, or unknown. A missing
@@ -137,7 +142,8 @@ func versions(ctx context.Context, binary string) (string, error) {
 		return "", err
 	}
 	if !strings.HasPrefix(said, "runc ") {
-		return fmt.Sprintf("the OCI runtime is %s, and only runc is known to restore user namespaces", filepath.Base(binary)), nil
+		return fmt.Sprintf("the OCI runtime is %s, and only runc is known to restore user namespaces",
+			filepath.Base(binary)), nil
 	}
 	if !atLeast(said, oldestRunc) {
 		return fmt.Sprintf("%s is older than %s, which is known to restore user namespaces", said, oldestRunc), nil
@@ -150,7 +156,8 @@ func versions(ctx context.Context, binary string) (string, error) {
 		said, err = version(ctx, criu)
 	}
 	if err == nil && !atLeast(said, oldestCRIU) {
-		return fmt.Sprintf("CRIU (%s) is older than %s, which is known to restore user namespaces", said, oldestCRIU), nil
+		return fmt.Sprintf("CRIU (%s) is older than %s, which is known to restore user namespaces", said, oldestCRIU),
+			nil
 	}
 	return "", err
 }

@@ -79,7 +79,8 @@ func (s *Server) answerTCP(ctx context.Context, b *box, f *flow) {
 		if answer == nil {
 			return
 		}
-		if _, err := f.conn.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(answer))), answer...)); err != nil {
+		if _, err := f.conn.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(answer))),
+			answer...)); err != nil {
 			return
 		}
 	}
@@ -120,9 +121,12 @@ func parseQuestion(msg []byte) (h dnsmessage.Header, q dnsmessage.Question, err 
 	return h, q, nil
 }
 
-func buildAnswer(h dnsmessage.Header, q dnsmessage.Question, code dnsmessage.RCode, addrs []netip.Addr) ([]byte, error) {
+func buildAnswer(
+	h dnsmessage.Header, q dnsmessage.Question, code dnsmessage.RCode, addrs []netip.Addr,
+) ([]byte, error) {
 	b := dnsmessage.NewBuilder(nil, dnsmessage.Header{
-		ID: h.ID, Response: true, OpCode: h.OpCode, RecursionDesired: h.RecursionDesired, RecursionAvailable: true, RCode: code,
+		ID: h.ID, Response: true, OpCode: h.OpCode, RecursionDesired: h.RecursionDesired,
+		RecursionAvailable: true, RCode: code,
 	})
 	b.EnableCompression()
 	if err := errors.Join(b.StartQuestions(), b.Question(q), b.StartAnswers()); err != nil {
@@ -139,7 +143,9 @@ func buildAnswer(h dnsmessage.Header, q dnsmessage.Question, code dnsmessage.RCo
 
 // lookUp answers for allowed names only, and only with IPv4 addresses: other
 // records could carry data out, or lead around the proxy.
-func (s *Server) lookUp(ctx context.Context, b *box, h dnsmessage.Header, q dnsmessage.Question) (dnsmessage.RCode, []netip.Addr) {
+func (s *Server) lookUp(
+	ctx context.Context, b *box, h dnsmessage.Header, q dnsmessage.Question,
+) (dnsmessage.RCode, []netip.Addr) {
 	if h.OpCode != 0 {
 		return dnsmessage.RCodeNotImplemented, nil
 	}

@@ -201,7 +201,10 @@ func (s *Server) box(a netip.Addr) *box {
 // Denied records what the host's rules have dropped; port 0 is none.
 func (s *Server) Denied(from netip.Addr, protocol string, to netip.AddrPort) {
 	if b := s.box(from); b != nil {
-		s.deny(b, Event{Protocol: protocol, Address: addrPort(to), Reason: "only TCP, DNS to the resolver, and UDP that a rule about addresses allows leave a filtered sandbox"})
+		s.deny(b, Event{
+			Protocol: protocol, Address: addrPort(to),
+			Reason: "only TCP, DNS to the resolver, and UDP that a rule about addresses allows leave a filtered sandbox",
+		})
 	}
 }
 
@@ -487,6 +490,7 @@ func (s *Server) admit(b *box, f *flow) (done func(), refused string) {
 // survive keeps what one sandbox sent from ending the others' connections.
 func (s *Server) survive(b *box) {
 	if r := recover(); r != nil {
-		s.complain("a connection or a question is given up", "sandbox", b.id, "panic", r, "stack", string(debug.Stack()))
+		s.complain("a connection or a question is given up", "sandbox", b.id, "panic", r,
+			"stack", string(debug.Stack()))
 	}
 }

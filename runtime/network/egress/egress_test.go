@@ -37,7 +37,8 @@ func rules(t testing.TB, texts ...string) Rules {
 
 func TestGuard(t *testing.T) {
 	g := &guard{local: func() ([]netip.Addr, []netip.Prefix, error) {
-		return []netip.Addr{netip.MustParseAddr("203.0.113.5"), netip.MustParseAddr("10.87.0.1")}, []netip.Prefix{netip.MustParsePrefix("10.87.0.0/24")}, nil
+		return []netip.Addr{netip.MustParseAddr("203.0.113.5"), netip.MustParseAddr("10.87.0.1")},
+			[]netip.Prefix{netip.MustParsePrefix("10.87.0.0/24")}, nil
 	}}
 	all := []string{"0.0.0.0/0", "169.254.169.254", "127.0.0.1", "100.100.100.200", "168.63.129.16"}
 	for _, c := range []struct {
@@ -180,7 +181,10 @@ func TestHelloIsBounded(t *testing.T) {
 func TestSlowConnections(t *testing.T) {
 	s := New(Options{Events: t.TempDir()})
 	s.peek = 100 * time.Millisecond
-	for _, say := range []string{string(helloOf(t, "good.example")), "GET / HTTP/1.1\r\nHost: good.example\r\nX: " + strings.Repeat("x", 1000), ""} {
+	for _, say := range []string{
+		string(helloOf(t, "good.example")), "GET / HTTP/1.1\r\nHost: good.example\r\nX: " +
+			strings.Repeat("x", 1000), "",
+	} {
 		b := newBox(s.events, "a")
 		r := rules(t, "good.example")
 		b.rules.Store(&r)
@@ -311,15 +315,23 @@ func TestCache(t *testing.T) {
 func TestLook(t *testing.T) {
 	for text, want := range map[string]kind{
 		"GET / HTTP/1.1\r\n": kindHTTP, "\r\n\r\nget /x HTTP/1.0\n": kindHTTP, "PRI * HTTP/2.0\r\n": kindHTTP,
-		"M-SEARCH * HTTP/1.1\r\n": kindHTTP, "!x http://a.example/ HTTP/1.1\r\n": kindHTTP, "CONNECT a.example:443 HTTP/1.1\r\n": kindHTTP,
+		"M-SEARCH * HTTP/1.1\r\n": kindHTTP, "!x http://a.example/ HTTP/1.1\r\n": kindHTTP,
+		"CONNECT a.example:443 HTTP/1.1\r\n":                  kindHTTP,
 		"GET /" + strings.Repeat("a", 9000) + " HTTP/1.1\r\n": kindHTTP,
-		"SSH-2.0-x\r\n": kindOther, "SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n": kindOther, "EHLO me\r\n": kindOther, "USER a 0 * :A/B\r\n": kindOther,
+		"SSH-2.0-x\r\n": kindOther, "SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n": kindOther, "EHLO me\r\n": kindOther,
+		"USER a 0 * :A/B\r\n":              kindOther,
 		"\x00\x00\x00\x08\x04\xd2\x16\x2f": kindOther, "*1\r\n$4\r\nPING\r\n": kindOther, "GET key\r\n": kindOther,
-		"0032git-upload-pack /project.git\x00host=a.example\x00": kindOther, `{"id":1}`: kindOther, "Content-Length: 9\r\n": kindOther,
-		"\x16\x03": kindTLS, "QUIT\n": kindOther, strings.Repeat("A", 9000): kindOther, "\xff\xfd\x01": kindOther, "\x15\x00\x00\x01\x05": kindOther,
-		"GET  / HTTP/1.1\r\n": kindUnclear, "GET\t/ HTTP/1.1\r\n": kindUnclear, "GET /\tHTTP/1.1\r\n": kindUnclear, "GET / HTTP/1.1 \r\n": kindHTTP,
-		"GET / http/1.1\r\n": kindUnclear, "GET /\r\n": kindUnclear, "GET /": kindUnclear, "GET / x\n": kindUnclear, "GET http://a.example/\n": kindUnclear,
-		"GET a b c HTTP/1.1\n": kindUnclear, "GET \x0b/ HTTP/1.1\n": kindUnclear, "x\rGET / HTTP/1.1\n": kindUnclear, " GET / HTTP/1.1\n": kindHTTP,
+		"0032git-upload-pack /project.git\x00host=a.example\x00": kindOther, `{"id":1}`: kindOther,
+		"Content-Length: 9\r\n": kindOther,
+		"\x16\x03":              kindTLS, "QUIT\n": kindOther, strings.Repeat("A", 9000): kindOther,
+		"\xff\xfd\x01":         kindOther,
+		"\x15\x00\x00\x01\x05": kindOther,
+		"GET  / HTTP/1.1\r\n":  kindUnclear, "GET\t/ HTTP/1.1\r\n": kindUnclear, "GET /\tHTTP/1.1\r\n": kindUnclear,
+		"GET / HTTP/1.1 \r\n": kindHTTP,
+		"GET / http/1.1\r\n":  kindUnclear, "GET /\r\n": kindUnclear, "GET /": kindUnclear, "GET / x\n": kindUnclear,
+		"GET http://a.example/\n": kindUnclear,
+		"GET a b c HTTP/1.1\n":    kindUnclear, "GET \x0b/ HTTP/1.1\n": kindUnclear, "x\rGET / HTTP/1.1\n": kindUnclear,
+		" GET / HTTP/1.1\n":                      kindHTTP,
 		"GET " + strings.Repeat("a", helloLimit): kindUnclear, "GET " + strings.Repeat(" ", helloLimit): kindUnclear,
 		strings.Repeat("M", 65) + " / HTTP/1.1\r\n": kindUnclear, "\r\n\r\nSSH-2.0-x\r\n": kindUnclear,
 		"PROXY TCP4 192.0.2.1 192.0.2.2 1 80\r\nGET / HTTP/1.1\r\n": kindUnclear, "\r\n\r\n\x00\r\nQUIT\n": kindUnclear,
@@ -335,7 +347,9 @@ func TestLook(t *testing.T) {
 
 // A server that takes what is no request for one is not talked to any further.
 func TestServerSpeaksHTTP(t *testing.T) {
-	for answer, want := range map[string]string{"HTTP/1.1 200 OK\r\n\r\n": "", "HT": "HT", "+OK HTTP/\r\n": "+OK HTTP/\r\n"} {
+	for answer, want := range map[string]string{
+		"HTTP/1.1 200 OK\r\n\r\n": "", "HT": "HT", "+OK HTTP/\r\n": "+OK HTTP/\r\n",
+	} {
 		l, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
 			t.Fatal(err)
@@ -376,7 +390,8 @@ func TestServerSpeaksHTTP(t *testing.T) {
 		go func() {
 			defer close(done)
 			defer ours.Close()
-			s.relay(b, f, out, nil, bufio.NewReader(ours), &checks{answer: func(r *bufio.Reader) error { return s.answers(b, f, r) }})
+			s.relay(b, f, out, nil, bufio.NewReader(ours),
+				&checks{answer: func(r *bufio.Reader) error { return s.answers(b, f, r) }})
 		}()
 		if _, err := io.WriteString(theirs, "odd\n"); err != nil {
 			t.Fatal(err)
@@ -438,7 +453,8 @@ func TestConnectionsAreShared(t *testing.T) {
 
 func TestCleanHost(t *testing.T) {
 	for host, want := range map[string]string{
-		"a.example": "a.example 0", "A.Example.:8080": "a.example 8080", "a.example:": " 0", "a.example:0": " 0", "192.0.2.1": " 0", "192.0.2.1:80": " 0",
+		"a.example": "a.example 0", "A.Example.:8080": "a.example 8080", "a.example:": " 0", "a.example:0": " 0",
+		"192.0.2.1": " 0", "192.0.2.1:80": " 0",
 		"[::1]:80": " 0", "": " 0", "a.example:99999": " 0", "a/b": " 0", "user@a.example": " 0",
 	} {
 		name, port := cleanHost(host)
@@ -453,7 +469,9 @@ func TestEventsAreBounded(t *testing.T) {
 	l := &eventLog{dir: dir, id: "a"}
 	for i := range 30000 {
 		l.bucket = bucket{} // as if time went by
-		if err := l.add(Event{Protocol: "dns", Name: fmt.Sprint(i, strings.Repeat("x\x1b", 200)), Reason: "no"}); err != nil {
+		if err := l.add(Event{
+			Protocol: "dns", Name: fmt.Sprint(i, strings.Repeat("x\x1b", 200)), Reason: "no",
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -507,7 +525,9 @@ func TestEventLine(t *testing.T) {
 	dir := t.TempDir()
 	l := &eventLog{dir: dir, id: "box"}
 	for range 3 {
-		if err := l.add(Event{Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule"}); err != nil {
+		if err := l.add(Event{
+			Protocol: "tls", Name: "evil.example", Address: "192.0.2.1:443", Reason: "no rule",
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -565,7 +585,12 @@ func FuzzLook(f *testing.F) {
 }
 
 func FuzzQuestion(f *testing.F) {
-	q := dnsmessage.Message{Header: dnsmessage.Header{ID: 7}, Questions: []dnsmessage.Question{{Name: dnsmessage.MustNewName("good.example."), Type: dnsmessage.TypeA, Class: dnsmessage.ClassINET}}}
+	q := dnsmessage.Message{
+		Header: dnsmessage.Header{ID: 7},
+		Questions: []dnsmessage.Question{{
+			Name: dnsmessage.MustNewName("good.example."), Type: dnsmessage.TypeA, Class: dnsmessage.ClassINET,
+		}},
+	}
 	b, err := q.Pack()
 	if err != nil {
 		f.Fatal(err)

@@ -32,7 +32,8 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 			}
 			return s.dial(ctx, b, name, f.to.Port())
 		},
-		MaxResponseHeaderBytes: headerLimit, DisableCompression: true, MaxIdleConns: 2, IdleConnTimeout: 30 * time.Second,
+		MaxResponseHeaderBytes: headerLimit, DisableCompression: true, MaxIdleConns: 2,
+		IdleConnTimeout: 30 * time.Second,
 	}
 	defer transport.CloseIdleConnections()
 	proxy := &httputil.ReverseProxy{

@@ -109,7 +109,8 @@ func (s *Server) resolve(ctx context.Context, b *box, name string, port uint16) 
 		open = open[:answerLimit]
 	}
 	if len(open) == 0 && len(closed) > 0 {
-		return nil, fmt.Errorf("%w: %s is at %s, which is not public, and no rule allows that address", errNowhere, name, closed[0])
+		return nil, fmt.Errorf("%w: %s is at %s, which is not public, and no rule allows that address",
+			errNowhere, name, closed[0])
 	}
 	return open, nil
 }

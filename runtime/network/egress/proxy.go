@@ -27,7 +27,10 @@ func (s *Server) proxy(ctx context.Context, b *box, f *flow) {
 	in := bufio.NewReaderSize(f.conn, helloLimit)
 	what, err := s.begins(ctx, b, f, in)
 	if err != nil {
-		s.deny(b, Event{Protocol: "tcp", Address: addrPort(f.to), Reason: "no rule allows the address, and the connection does not say what name it is for"})
+		s.deny(b, Event{
+			Protocol: "tcp", Address: addrPort(f.to),
+			Reason: "no rule allows the address, and the connection does not say what name it is for",
+		})
 		reset(f.conn)
 		return
 	}
@@ -152,7 +155,10 @@ func (s *Server) late(b *box, f *flow, in *bufio.Reader) error {
 		}
 		return err
 	}
-	e := Event{Protocol: "tcp", Name: f.name, Address: addrPort(f.to), Reason: "it began to speak TLS or HTTP only after the server might have spoken"}
+	e := Event{
+		Protocol: "tcp", Name: f.name, Address: addrPort(f.to),
+		Reason: "it began to speak TLS or HTTP only after the server might have spoken",
+	}
 	s.deny(b, e)
 	return errors.New(e.Reason)
 }
@@ -167,7 +173,10 @@ func (s *Server) answers(b *box, f *flow, out *bufio.Reader) error {
 			return nil // copying will meet the error, too
 		}
 	}
-	e := Event{Protocol: "tcp", Name: f.name, Address: addrPort(f.to), Reason: "the server speaks HTTP, but what it was sent is no request"}
+	e := Event{
+		Protocol: "tcp", Name: f.name, Address: addrPort(f.to),
+		Reason: "the server speaks HTTP, but what it was sent is no request",
+	}
 	s.deny(b, e)
 	return errors.New(e.Reason)
 }

@@ -38,7 +38,8 @@ var (
 	requestLine = regexp.MustCompile("^" + token + `{1,64} [!-~\x80-\xff]+ HTTP/[0-9]`)
 	// looseLine has all that some server reads as the first line of a request:
 	// more blanks, or others, and any version of the protocol, also none.
-	looseLine = regexp.MustCompile("^" + token + `+[ \t\v\f\r]+([/*]|[A-Za-z][A-Za-z0-9+.-]*://|(.*[ \t\v\f\r])?(?i:HTTP/))`)
+	looseLine = regexp.MustCompile("^" + token +
+		`+[ \t\v\f\r]+([/*]|[A-Za-z][A-Za-z0-9+.-]*://|(.*[ \t\v\f\r])?(?i:HTTP/))`)
 )
 
 // look reports what a connection begins with, from at least its first byte. It

@@ -15,7 +15,9 @@ import (
 // freebind lets a listener be there before its address is.
 func freebind(_, _ string, c syscall.RawConn) error {
 	var err error
-	if e := c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_FREEBIND, 1) }); e != nil {
+	if e := c.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.SOL_IP, unix.IP_FREEBIND, 1)
+	}); e != nil {
 		return e
 	}
 	return err

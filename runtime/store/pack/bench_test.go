@@ -11,7 +11,10 @@ func BenchmarkCut(b *testing.B) {
 	data := noise(1, 256<<20)
 	b.SetBytes(int64(len(data)))
 	for b.Loop() {
-		if err := Cut(int64(len(data)), bytes.NewReader(data), func(p []byte) error { Sum(p); return nil }); err != nil {
+		if err := Cut(int64(len(data)), bytes.NewReader(data), func(p []byte) error {
+			Sum(p)
+			return nil
+		}); err != nil {
 			b.Fatal(err)
 		}
 	}
@@ -48,7 +51,10 @@ func BenchmarkCutPages(b *testing.B) {
 				b.Fatal(err)
 			}
 			added = 0
-			p, err := CutPages(bytes.NewReader(img), x, func(p []byte) (ID, error) { added += len(p); return Sum(p), nil })
+			p, err := CutPages(bytes.NewReader(img), x, func(p []byte) (ID, error) {
+				added += len(p)
+				return Sum(p), nil
+			})
 			if err != nil {
 				b.Fatal(err)
 			}

@@ -13,7 +13,10 @@ import (
 
 func cutAll(t testing.TB, data []byte, r io.Reader) (list [][]byte) {
 	t.Helper()
-	if err := Cut(int64(len(data)), r, func(p []byte) error { list = append(list, bytes.Clone(p)); return nil }); err != nil {
+	if err := Cut(int64(len(data)), r, func(p []byte) error {
+		list = append(list, bytes.Clone(p))
+		return nil
+	}); err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(bytes.Join(list, nil), data) {
@@ -26,7 +29,9 @@ func cutAll(t testing.TB, data []byte, r io.Reader) (list [][]byte) {
 // would share nothing with those made before.
 func TestCutGolden(t *testing.T) {
 	h := blake3.New()
-	for _, data := range [][]byte{noise(7, 20<<20), text(8, 10<<20), make([]byte, 5<<20), noise(9, 256<<10), noise(9, 256<<10+1)} {
+	for _, data := range [][]byte{
+		noise(7, 20<<20), text(8, 10<<20), make([]byte, 5<<20), noise(9, 256<<10), noise(9, 256<<10+1),
+	} {
 		for _, p := range cutAll(t, data, bytes.NewReader(data)) {
 			id := Sum(p)
 			_, _ = h.Write(id[:])
@@ -40,7 +45,9 @@ func TestCutGolden(t *testing.T) {
 const goldenCut = "blake3:f08843852f7fc74975bdcb1a6fd80549bab9c8eae96990fd936903130c17743c"
 
 func TestCut(t *testing.T) {
-	for _, n := range []int{0, 1, wholeTo - 1, wholeTo, wholeTo + 1, wholeTo + minCut, 2*wholeTo + minCut - 1, maxCut, 3 * maxCut} {
+	for _, n := range []int{
+		0, 1, wholeTo - 1, wholeTo, wholeTo + 1, wholeTo + minCut, 2*wholeTo + minCut - 1, maxCut, 3 * maxCut,
+	} {
 		for _, data := range [][]byte{noise(uint64(n), n), make([]byte, n)} {
 			list := cutAll(t, data, bytes.NewReader(data))
 			if n > 0 && n <= wholeTo && len(list) != 1 || n == 0 && len(list) != 0 {

@@ -91,7 +91,8 @@ func (b *Blob) check() error {
 	default:
 		return nil
 	}
-	return fmt.Errorf("piece %s: impossible lengths (%d stored, %d raw, at %d): %w", b.ID, b.Stored, b.Raw, b.Off, fault.ErrCorrupt)
+	return fmt.Errorf("piece %s: impossible lengths (%d stored, %d raw, at %d): %w", b.ID, b.Stored, b.Raw,
+		b.Off, fault.ErrCorrupt)
 }
 
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)

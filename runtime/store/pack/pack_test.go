@@ -119,8 +119,10 @@ func TestRoundTrip(t *testing.T) {
 			rt.Fatal(err)
 		}
 		st, _ := f.Stat()
-		if r.Name() != info.Name || r.Bytes() != st.Size() || info.Bytes != st.Size() || r.Count() != int64(len(want)) || len(info.Blobs) != len(want) {
-			rt.Fatalf("name %s, %d bytes, %d pieces; written %s, %d, %d; the file has %d", r.Name(), r.Bytes(), r.Count(), info.Name, info.Bytes, len(info.Blobs), st.Size())
+		if r.Name() != info.Name || r.Bytes() != st.Size() || info.Bytes != st.Size() ||
+			r.Count() != int64(len(want)) || len(info.Blobs) != len(want) {
+			rt.Fatalf("name %s, %d bytes, %d pieces; written %s, %d, %d; the file has %d", r.Name(), r.Bytes(),
+				r.Count(), info.Name, info.Bytes, len(info.Blobs), st.Size())
 		}
 		blobs, err := r.Blobs()
 		if err != nil {
@@ -159,7 +161,8 @@ func TestStoredForms(t *testing.T) {
 
 // TestFlips changes every byte of a pack, one after the other.
 func TestFlips(t *testing.T) {
-	path, _ := write(t, t.TempDir(), text(1, 700), noise(2, 300), text(3, 2000), noise(4, 1), bytes.Repeat([]byte{0}, 5000))
+	path, _ := write(t, t.TempDir(), text(1, 700), noise(2, 300), text(3, 2000), noise(4, 1),
+		bytes.Repeat([]byte{0}, 5000))
 	whole, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -209,7 +212,8 @@ func TestReadBlobHostile(t *testing.T) {
 		"a bomb":         {ID: id, Off: 8, Stored: uint32(len(bomb)), Raw: uint32(len(bomb) + 1), Packed: true},
 		"not it":         {ID: id, Off: 8, Stored: 3, Raw: 3},
 	} {
-		if _, err := ReadBlob(bytes.NewReader(append([]byte(headMagic), bomb...)), b, nil); !errors.Is(err, fault.ErrCorrupt) {
+		if _, err := ReadBlob(bytes.NewReader(append([]byte(headMagic), bomb...)), b,
+			nil); !errors.Is(err, fault.ErrCorrupt) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -270,7 +274,8 @@ func TestWriterLeavesNothing(t *testing.T) {
 		t.Errorf("an empty pack: %+v, %v", info, err)
 	}
 	w, _ = Create(dir)
-	if err := errors.Join(w.Add(Sum(nil), nil), w.Add(ID{}, make([]byte, MaxChunk+1))); !errors.Is(err, fault.ErrInvalid) {
+	if err := errors.Join(w.Add(Sum(nil), nil), w.Add(ID{},
+		make([]byte, MaxChunk+1))); !errors.Is(err, fault.ErrInvalid) {
 		t.Errorf("impossible chunks: %v", err)
 	}
 	p := noise(1, 100<<10)
@@ -310,7 +315,8 @@ func TestAddStored(t *testing.T) {
 		t.Fatal(err)
 	}
 	got, err := readAll(openFile(t, again.Temp))
-	if err != nil || !bytes.Equal(got[Sum(text(1, 5000))], text(1, 5000)) || !bytes.Equal(got[Sum(noise(2, 5000))], noise(2, 5000)) {
+	if err != nil || !bytes.Equal(got[Sum(text(1, 5000))], text(1, 5000)) ||
+		!bytes.Equal(got[Sum(noise(2, 5000))], noise(2, 5000)) {
 		t.Fatalf("%d chunks: %v", len(got), err)
 	}
 }
@@ -321,7 +327,9 @@ func TestIDs(t *testing.T) {
 		t.Fatalf("%s -> %s, %v", id, got, err)
 	}
 	s := id.String()
-	for _, bad := range []string{"", s[:70], s + "0", "sha256:" + s[7:], "BLAKE3:" + s[7:], s[:70] + "G", s[:70] + "A", s[:70] + "/"} {
+	for _, bad := range []string{
+		"", s[:70], s + "0", "sha256:" + s[7:], "BLAKE3:" + s[7:], s[:70] + "G", s[:70] + "A", s[:70] + "/",
+	} {
 		if _, err := ParseID(bad); !errors.Is(err, fault.ErrInvalid) {
 			t.Errorf("%q: %v", bad, err)
 		}

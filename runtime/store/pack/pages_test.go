@@ -148,7 +148,9 @@ func TestPagesErrors(t *testing.T) {
 		t.Error(err)
 	}
 	stop := errors.New("stop")
-	if _, err := CutPages(bytes.NewReader(noise(1, 10<<20)), nil, func([]byte) (ID, error) { return ID{}, stop }); err != stop {
+	if _, err := CutPages(bytes.NewReader(noise(1, 10<<20)), nil, func([]byte) (ID, error) {
+		return ID{}, stop
+	}); err != stop {
 		t.Error(err)
 	}
 	p, err := CutPages(bytes.NewReader(nil), nil, s.add)
@@ -172,7 +174,8 @@ func TestTablesOfOthers(t *testing.T) {
 			t.Errorf("%d of %d bytes: %v, %v", n, len(p.Table), x, err)
 		}
 	}
-	if x, err := LoadPageIndex(bytes.NewReader(append(p.Table, p.Table...)), p.Segments, 2); err != nil || len(x.hashes) != 20 {
+	if x, err := LoadPageIndex(bytes.NewReader(append(p.Table, p.Table...)), p.Segments,
+		2); err != nil || len(x.hashes) != 20 {
 		t.Error("a table twice", err)
 	}
 	if x, err := LoadPageIndex(bytes.NewReader(p.Table), nil, 1); err != nil || len(x.hashes) != 0 {
@@ -189,7 +192,10 @@ func TestRecipeIsCanonical(t *testing.T) {
 		var size int64
 		for range rapid.IntRange(0, 50).Draw(rt, "n") {
 			off := rapid.Uint32Range(0, MaxChunk-1).Draw(rt, "off")
-			s := Segment{ID: Sum([]byte{byte(rapid.IntRange(0, 9).Draw(rt, "id"))}), Off: off, Len: rapid.Uint32Range(1, MaxChunk-off).Draw(rt, "len")}
+			s := Segment{
+				ID: Sum([]byte{byte(rapid.IntRange(0, 9).Draw(rt, "id"))}), Off: off,
+				Len: rapid.Uint32Range(1, MaxChunk-off).Draw(rt, "len"),
+			}
 			segments = append(segments, s)
 			size += int64(s.Len)
 		}

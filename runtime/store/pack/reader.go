@@ -101,7 +101,10 @@ func (r *Reader) Each(fn func(Blob) error) error {
 			return early(err)
 		}
 		_, _ = h.Write(rec) // a hash does not fail
-		b := Blob{ID: ID(rec[:32]), Off: off, Stored: binary.LittleEndian.Uint32(rec[32:]), Raw: binary.LittleEndian.Uint32(rec[36:]), Packed: rec[40] == 1}
+		b := Blob{
+			ID: ID(rec[:32]), Off: off, Stored: binary.LittleEndian.Uint32(rec[32:]),
+			Raw: binary.LittleEndian.Uint32(rec[36:]), Packed: rec[40] == 1,
+		}
 		if rec[40] > 1 {
 			return fmt.Errorf("piece %s is stored in an unknown way (%d): %w", b.ID, rec[40], fault.ErrCorrupt)
 		}

@@ -322,7 +322,8 @@ func (w *Writer) Abort() error {
 // newEncoder returns an encoder of frames as they lie in packs. The IDs prove
 // the chunks: no checksum of zstd's own.
 func newEncoder(level zstd.EncoderLevel, workers int) (*zstd.Encoder, error) {
-	return zstd.NewWriter(nil, zstd.WithEncoderLevel(level), zstd.WithEncoderConcurrency(workers), zstd.WithEncoderCRC(false),
+	return zstd.NewWriter(nil, zstd.WithEncoderLevel(level), zstd.WithEncoderConcurrency(workers),
+		zstd.WithEncoderCRC(false),
 		zstd.WithSingleSegment(true), zstd.WithLowerEncoderMem(true))
 }
 

@@ -61,7 +61,8 @@ func (c *Collector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 }
 
 func (c *Collector) take(r *http.Request) error {
-	if r.Method != http.MethodPost || r.URL.Path != "/v1/traces" || r.Header.Get("Content-Type") != "application/x-protobuf" {
+	if r.Method != http.MethodPost || r.URL.Path != "/v1/traces" ||
+		r.Header.Get("Content-Type") != "application/x-protobuf" {
 		return fmt.Errorf("%s %s: %s", r.Method, r.URL, r.Header.Get("Content-Type"))
 	}
 	body := io.Reader(r.Body)
@@ -86,8 +87,10 @@ func (c *Collector) take(r *http.Request) error {
 	for _, rs := range req.ResourceSpans {
 		for _, ss := range rs.ScopeSpans {
 			for _, s := range ss.Spans {
-				out := Span{Name: s.Name, Trace: hex.EncodeToString(s.TraceId), ID: hex.EncodeToString(s.SpanId), Parent: hex.EncodeToString(s.ParentSpanId), Kind: s.Kind,
-					Attrs: values(s.Attributes), Resource: values(rs.Resource.GetAttributes()), Nanos: s.EndTimeUnixNano - s.StartTimeUnixNano}
+				out := Span{Name: s.Name, Trace: hex.EncodeToString(s.TraceId), ID: hex.EncodeToString(s.SpanId),
+					Parent: hex.EncodeToString(s.ParentSpanId), Kind: s.Kind,
+					Attrs: values(s.Attributes), Resource: values(rs.Resource.GetAttributes()),
+					Nanos: s.EndTimeUnixNano - s.StartTimeUnixNano}
 				if s.Status.GetCode() == otlp.Status_STATUS_CODE_ERROR {
 					out.Error = s.Status.GetMessage()
 				}

@@ -155,7 +155,10 @@ func tryAll(pid int, major, minor uint32, file string) {
 	for _, ns := range []struct {
 		name string
 		flag int
-	}{{"user", unix.CLONE_NEWUSER}, {"mnt", unix.CLONE_NEWNS}, {"net", unix.CLONE_NEWNET}, {"pid", unix.CLONE_NEWPID}, {"ipc", unix.CLONE_NEWIPC}, {"uts", unix.CLONE_NEWUTS}, {"cgroup", unix.CLONE_NEWCGROUP}} {
+	}{
+		{"user", unix.CLONE_NEWUSER}, {"mnt", unix.CLONE_NEWNS}, {"net", unix.CLONE_NEWNET}, {"pid", unix.CLONE_NEWPID},
+		{"ipc", unix.CLONE_NEWIPC}, {"uts", unix.CLONE_NEWUTS}, {"cgroup", unix.CLONE_NEWCGROUP},
+	} {
 		say("unshare "+ns.name, unix.Unshare(ns.flag))
 		call("clone "+ns.name, unix.SYS_CLONE, uintptr(ns.flag)|uintptr(unix.SIGCHLD))
 		fd, err := unix.Open("/proc/1/ns/"+ns.name, unix.O_RDONLY|unix.O_CLOEXEC, 0)
@@ -194,7 +197,8 @@ func tryAll(pid int, major, minor uint32, file string) {
 	say("signal a process of the host", unix.Kill(pid, 0))
 	say("trace a process of the host", unix.PtraceAttach(pid))
 	vec := unix.Iovec{Base: &zero[0], Len: 8}
-	call("read a process of the host", unix.SYS_PROCESS_VM_READV, uintptr(pid), uintptr(unsafe.Pointer(&vec)), 1, uintptr(unsafe.Pointer(&vec)), 1, 0)
+	call("read a process of the host", unix.SYS_PROCESS_VM_READV, uintptr(pid), uintptr(unsafe.Pointer(&vec)), 1,
+		uintptr(unsafe.Pointer(&vec)), 1, 0)
 	call("pidfd of a process of the host", unix.SYS_PIDFD_OPEN, uintptr(pid), 0)
 	opens("a file of the host", file, unix.O_RDONLY)
 	opens("a file of the host by /proc/1/root", "/proc/1/root"+file, unix.O_RDONLY)
@@ -243,7 +247,11 @@ func tryAll(pid int, major, minor uint32, file string) {
 	say("take lo down", err)
 
 	// /proc and /sys.
-	for _, path := range []string{"/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/vm/panic_on_oom", "/proc/sys/fs/binfmt_misc/register", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper", "/sys/kernel/mm/ksm/run", "/sys/fs/cgroup/release_agent"} {
+	for _, path := range []string{
+		"/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/vm/panic_on_oom",
+		"/proc/sys/fs/binfmt_misc/register", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper",
+		"/sys/kernel/mm/ksm/run", "/sys/fs/cgroup/release_agent",
+	} {
 		opens("write "+path, path, unix.O_WRONLY)
 	}
 	say("oom_score_adj below 0", os.WriteFile("/proc/self/oom_score_adj", []byte("-1000"), 0))
@@ -351,7 +359,8 @@ func list() {
 	// But for what Go itself opens.
 	var open []string
 	for fd := range 256 {
-		if to, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd)); err == nil && fd > 2 && !strings.HasPrefix(to, "anon_inode:") && !strings.HasPrefix(to, "/sys/fs/cgroup/") {
+		if to, err := os.Readlink("/proc/self/fd/" + strconv.Itoa(fd)); err == nil && fd > 2 &&
+			!strings.HasPrefix(to, "anon_inode:") && !strings.HasPrefix(to, "/sys/fs/cgroup/") {
 			open = append(open, to)
 		}
 	}

@@ -166,14 +166,19 @@ func sockets(client *net.TCPConn, listener *net.TCPListener) (told func() []stri
 		{"TCP_NOTSENT_LOWAT", descriptor(client), unix.SOL_TCP, unix.TCP_NOTSENT_LOWAT, 4096},
 		{"IP_TOS", descriptor(client), unix.SOL_IP, unix.IP_TOS, 0x10},
 		{"SO_PRIORITY", descriptor(client), unix.SOL_SOCKET, unix.SO_PRIORITY, 3},
-		{"TCP_DEFER_ACCEPT", must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)), unix.SOL_TCP, unix.TCP_DEFER_ACCEPT, 7},
+		{
+			"TCP_DEFER_ACCEPT", must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM, 0)), unix.SOL_TCP,
+			unix.TCP_DEFER_ACCEPT, 7,
+		},
 		{"TCP_FASTOPEN", descriptor(listener), unix.SOL_TCP, unix.TCP_FASTOPEN, 5},
 	}
 	udp := map[int]int{unix.AF_INET: 0, unix.AF_INET6: 0}
 	for domain := range udp {
 		fd := must(unix.Socket(domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0))
 		udp[domain] = fd
-		check(unix.Bind(fd, map[int]unix.Sockaddr{unix.AF_INET: &unix.SockaddrInet4{Port: 7010}, unix.AF_INET6: &unix.SockaddrInet6{Port: 7011}}[domain]))
+		check(unix.Bind(fd, map[int]unix.Sockaddr{
+			unix.AF_INET: &unix.SockaddrInet4{Port: 7010}, unix.AF_INET6: &unix.SockaddrInet6{Port: 7011},
+		}[domain]))
 	}
 	for i, o := range []int{unix.IP_MULTICAST_TTL, unix.IP_MULTICAST_LOOP, unix.IP_RECVERR, unix.IP_MTU_DISCOVER} {
 		numbers = append(numbers, struct {
@@ -200,15 +205,18 @@ func sockets(client *net.TCPConn, listener *net.TCPListener) (told func() []stri
 		list = append(list, fmt.Sprintf("TCP_CONGESTION %q %v", name, err))
 		// A member cannot become one again, and sources are added to what is there.
 		return append(list,
-			fmt.Sprint("joined: ", unix.SetsockoptIPMreqn(udp[unix.AF_INET], unix.SOL_IP, unix.IP_ADD_MEMBERSHIP, &four)),
-			fmt.Sprint("joined: ", unix.SetsockoptIPv6Mreq(udp[unix.AF_INET6], unix.SOL_IPV6, unix.IPV6_JOIN_GROUP, &six)),
+			fmt.Sprint("joined: ", unix.SetsockoptIPMreqn(udp[unix.AF_INET], unix.SOL_IP,
+				unix.IP_ADD_MEMBERSHIP, &four)),
+			fmt.Sprint("joined: ", unix.SetsockoptIPv6Mreq(udp[unix.AF_INET6], unix.SOL_IPV6,
+				unix.IPV6_JOIN_GROUP, &six)),
 			fmt.Sprint("from its source: ", sourceGroup(udp[unix.AF_INET])))
 	}
 }
 
 // sourceGroup joins 239.1.2.4 for what comes from 127.0.0.5 (struct ip_mreq_source).
 func sourceGroup(fd int) error {
-	return unix.SetsockoptString(fd, unix.SOL_IP, unix.IP_ADD_SOURCE_MEMBERSHIP, string([]byte{239, 1, 2, 4, 127, 0, 0, 1, 127, 0, 0, 5}))
+	return unix.SetsockoptString(fd, unix.SOL_IP, unix.IP_ADD_SOURCE_MEMBERSHIP,
+		string([]byte{239, 1, 2, 4, 127, 0, 0, 1, 127, 0, 0, 5}))
 }
 
 func descriptor(c syscall.Conn) (n int) {
@@ -252,7 +260,9 @@ func locks() {
 		}
 		l := unix.Flock_t{Type: unix.F_WRLCK}
 		check(unix.FcntlFlock(uintptr(fd), unix.F_GETLK, &l))
-		fmt.Println(name, map[int16]string{unix.F_RDLCK: "read", unix.F_WRLCK: "write", unix.F_UNLCK: "free"}[l.Type], l.Start, l.Len)
+		fmt.Println(name, map[int16]string{
+			unix.F_RDLCK: "read", unix.F_WRLCK: "write", unix.F_UNLCK: "free",
+		}[l.Type], l.Start, l.Len)
 	}
 }
 
@@ -285,12 +295,14 @@ func posixTimer() func() uint64 {
 		_              [48]byte
 	}{signal: int32(syscall.SIGUSR2)}
 	var id int32
-	if _, _, errno := unix.Syscall(unix.SYS_TIMER_CREATE, unix.CLOCK_MONOTONIC, uintptr(unsafe.Pointer(&event)), uintptr(unsafe.Pointer(&id))); errno != 0 {
+	if _, _, errno := unix.Syscall(unix.SYS_TIMER_CREATE, unix.CLOCK_MONOTONIC, uintptr(unsafe.Pointer(&event)),
+		uintptr(unsafe.Pointer(&id))); errno != 0 {
 		panic(errno)
 	}
 	every := unix.NsecToTimespec(30e6)
 	spec := unix.ItimerSpec{Interval: every, Value: every}
-	if _, _, errno := unix.Syscall6(unix.SYS_TIMER_SETTIME, uintptr(id), 0, uintptr(unsafe.Pointer(&spec)), 0, 0, 0); errno != 0 {
+	if _, _, errno := unix.Syscall6(unix.SYS_TIMER_SETTIME, uintptr(id), 0,
+		uintptr(unsafe.Pointer(&spec)), 0, 0, 0); errno != 0 {
 		panic(errno)
 	}
 	return count

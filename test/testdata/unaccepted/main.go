@@ -46,7 +46,8 @@ func main() {
 			flags, _ := unix.FcntlInt(uintptr(c), unix.F_GETFL, 0)
 			cloexec, _ := unix.FcntlInt(uintptr(c), unix.F_GETFD, 0)
 			creds, _ := unix.GetsockoptInt(c, unix.SOL_SOCKET, unix.SO_PASSCRED)
-			say("%s: nonblocking %v, close-on-exec %d, SO_PASSCRED %d, at its end %d", name, flags&unix.O_NONBLOCK != 0, cloexec, creds, accept(l))
+			say("%s: nonblocking %v, close-on-exec %d, SO_PASSCRED %d, at its end %d", name, flags&unix.O_NONBLOCK != 0,
+				cloexec, creds, accept(l))
 		})
 	}
 

@@ -130,7 +130,8 @@ var waits = []wait{
 		return call(unix.SYS_CLOCK_NANOSLEEP, unix.CLOCK_MONOTONIC, 0, kept(span()), 0)
 	}},
 	{"clock_nanosleep-until", func() string {
-		return call(unix.SYS_CLOCK_NANOSLEEP, unix.CLOCK_MONOTONIC, unix.TIMER_ABSTIME, kept(at(unix.CLOCK_MONOTONIC)), 0)
+		return call(unix.SYS_CLOCK_NANOSLEEP, unix.CLOCK_MONOTONIC, unix.TIMER_ABSTIME,
+			kept(at(unix.CLOCK_MONOTONIC)), 0)
 	}},
 	{"poll", func() string {
 		r, _ := pipe()
