@@ -24,6 +24,7 @@ type roundWork struct {
 	command []string
 	proof   string        // run after each restore; it has to succeed
 	frozen  time.Duration // bound on the time that the sandbox stands still; 0: none
+	lost    string        // how warnings about what is not kept may begin; empty: there are to be none
 }
 
 // spawner starts a command, and a command in a subshell, at every turn.
@@ -135,7 +136,9 @@ func TestRounds(t *testing.T) {
 			command: []string{"sh", "-c", "python3 /writer.py 1 & python3 /writer.py 2 & wait"},
 			proof:   `python3 -c 'import sqlite3; assert sqlite3.connect("/db").execute("pragma integrity_check").fetchone()[0] == "ok"'`},
 		{name: "npm", image: "node", setup: registry, command: []string{"sh", "/work.sh"}},
-		{name: "apt", image: "debian", setup: upgrades, command: []string{"sh", "/work.sh"}},
+		// apt gives dpkg a terminal, and dpkg-deb has that of dpkg's session, which it does not use.
+		{name: "apt", image: "debian", setup: upgrades, command: []string{"sh", "/work.sh"},
+			lost: "after a restore only the leader of a session has its terminal"},
 	} {
 		t.Run(w.name, func(t *testing.T) { w.run(&box{T: t, root: b.root, shared: true}) })
 	}
@@ -171,7 +174,11 @@ func (w *roundWork) run(b *box) {
 		if frozen = max(frozen, c.Frozen); w.frozen > 0 && c.Frozen > w.frozen {
 			b.Errorf("round %d: frozen for %v", i, c.Frozen)
 		}
-		equal(b, "what is not kept", strings.Join(c.Warnings, "\n"), "")
+		for _, lost := range c.Warnings {
+			if w.lost == "" || !strings.HasPrefix(lost, w.lost) {
+				b.Errorf("round %d: not kept: %s", i, lost)
+			}
+		}
 		start = time.Now()
 		b.ok("restore", name, id)
 		restored = max(restored, time.Since(start))
