@@ -54,22 +54,30 @@ func (e *Engine) Checkpoint(
 	})
 }
 
+// checkOptions refuses what does not depend on the sandbox.
+func checkOptions(opts runtime.CheckpointOptions) error {
+	if opts.Name != "" {
+		if err := store.ValidCheckpointName(opts.Name); err != nil {
+			return err
+		}
+	}
+	switch opts.TCP {
+	case runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse:
+		return nil
+	}
+	return fmt.Errorf("%w: tcp %q: choose %s, %s or %s", runtime.ErrInvalid, opts.TCP,
+		runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse)
+}
+
 func (cs *checkpoints) takeCheckpoint(
 	ctx context.Context, ref string, opts runtime.CheckpointOptions,
 ) (out runtime.Checkpoint, err error) {
 	defer func() { err = fail("checkpoint", ref, err) }()
 	steps := progress.Follow(opts.Progress)
 	defer steps.End()
-	if opts.Name != "" {
-		if err := store.ValidCheckpointName(opts.Name); err != nil {
-			return runtime.Checkpoint{}, err
-		}
-	}
-	switch opts.TCP = cmp.Or(opts.TCP, runtime.TCPEstablished); opts.TCP {
-	case runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse:
-	default:
-		return runtime.Checkpoint{}, fmt.Errorf("%w: tcp %q: choose %s, %s or %s", runtime.ErrInvalid, opts.TCP,
-			runtime.TCPEstablished, runtime.TCPClose, runtime.TCPRefuse)
+	opts.TCP = cmp.Or(opts.TCP, runtime.TCPEstablished)
+	if err := checkOptions(opts); err != nil {
+		return runtime.Checkpoint{}, err
 	}
 	verb := "checkpoint"
 	if opts.Trigger == runtime.TriggerInterval {
