@@ -89,7 +89,12 @@ func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 		Run: run, Store: st, Backend: backend, Policies: Policies(opts.Root),
 		Supervisor: func(lock *os.File) error { return helper.start([]*os.File{lock}, "supervise") },
 		Observers:  append(opts.Observers[:len(opts.Observers):len(opts.Observers)], audit.Open(root).Observer(by)),
-		Open:       func(name string) (engine.Host, error) { return openBackend(name, p) },
+		Open: func(name string) (engine.Host, error) {
+			if st.Gone() { // a backend would make its directories, and so the root, again
+				return engine.Host{}, fmt.Errorf("%s was removed: %w", root, runtime.ErrNotFound)
+			}
+			return openBackend(name, p)
+		},
 	})
 	if !opts.NoRecovery {
 		recoverAll(ctx, eng)

@@ -2,6 +2,7 @@ package local
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -59,6 +60,27 @@ func TestOpen(t *testing.T) {
 	if _, err := Open(t.Context(), Options{Root: root}); !errors.Is(err, fault.ErrNotFound) ||
 		len(fault.Hint(err)) == 0 {
 		t.Errorf("without the agentbox command: %v", err)
+	}
+}
+
+// A root that is removed while an Engine of it is open stays removed: the monitor of a sandbox
+// may still be at work then.
+func TestRootRemoved(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "root")
+	eng, err := Open(t.Context(), Options{Root: root, Program: os.Args[0], By: "test", NoRecovery: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer eng.Close()
+	if err := os.RemoveAll(root); err != nil {
+		t.Fatal(err)
+	}
+	_, err = eng.Images(t.Context())
+	if !errors.Is(err, runtime.ErrNotFound) || !strings.Contains(err.Error(), root+" was removed") {
+		t.Errorf("the backend opens: %v", err)
+	}
+	if _, err := os.Lstat(root); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the root is there again: %v", err)
 	}
 }
 
