@@ -8,6 +8,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/agentbox/agentbox/internal/proc"
 )
 
 // outsiders lists the threads of a sandbox that are not in its cgroup that freezes.
@@ -21,9 +23,15 @@ func (b *box) outsiders(name string) (list []string) {
 	}
 	for _, task := range tasksOf(ns) {
 		at, ok := freezerOf(b.read(task + "/cgroup"))
-		if ok && !strings.HasPrefix(at, home) { // otherwise it has ended
-			list = append(list, task+" in "+at)
+		if !ok || strings.HasPrefix(at, home) { // it has ended, or is in
+			continue
 		}
+		// The kernel says of one that is about to end that it is in the root.
+		tid, _ := strconv.Atoi(filepath.Base(task))
+		if st, err := proc.ReadThread(tid); err != nil || st.Ending || st.Ended() {
+			continue
+		}
+		list = append(list, task+" in "+at)
 	}
 	return list
 }
