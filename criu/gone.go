@@ -229,17 +229,11 @@ func lookAt(path string) (st unix.Stat_t, at place, err error) {
 	if err := unix.Fstatfs(fd, &sfs); err != nil {
 		return st, at, &fs.PathError{Op: "statfs", Path: path, Err: err}
 	}
-	info, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", fd))
-	if err != nil {
-		return st, at, err
-	}
-	for line := range strings.Lines(string(info)) {
-		if id, ok := strings.CutPrefix(line, "mnt_id:"); ok {
-			at.mount, err = strconv.Atoi(strings.TrimSpace(id))
-		}
+	if at.mount = mountOf(fd); at.mount < 0 {
+		return st, at, fmt.Errorf("the mount of %s is not known", path)
 	}
 	at.filesystem = int64(sfs.Type)
-	return st, at, err
+	return st, at, nil
 }
 
 // readStatus returns a process's pid in the innermost namespace.

@@ -55,7 +55,7 @@ func ageOf(link, root string, now time.Time) (age time.Duration, known bool) {
 		return 0, false
 	}
 	defer unix.Close(r)
-	if m := mountOf(fd); m == 0 || m != mountOf(r) {
+	if m := mountOf(fd); m < 0 || m != mountOf(r) {
 		return 0, false
 	}
 	var st unix.Statx_t
@@ -67,17 +67,18 @@ func ageOf(link, root string, now time.Time) (age time.Duration, known bool) {
 }
 
 // mountOf returns the id of the mount that an open file is on, without a call to its
-// filesystem; 0: it is not known.
+// filesystem; negative: it is not known. The kernel's own mounts may have the id 0.
 func mountOf(fd int) int {
 	info, err := os.ReadFile(fmt.Sprintf("/proc/self/fdinfo/%d", fd))
 	if err != nil {
-		return 0
+		return -1
 	}
 	for line := range strings.Lines(string(info)) {
 		if id, ok := strings.CutPrefix(line, "mnt_id:"); ok {
-			n, _ := strconv.Atoi(strings.TrimSpace(id))
-			return n
+			if n, err := strconv.Atoi(strings.TrimSpace(id)); err == nil {
+				return n
+			}
 		}
 	}
-	return 0
+	return -1
 }

@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"strings"
-	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -221,13 +220,5 @@ func exitCode(err error, passes bool) int {
 	return exitcode.Of(err)
 }
 
-// printable keeps what came from inside a sandbox (file names, a log's line)
-// from driving the caller's terminal.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
-			return r
-		}
-		return '\uFFFD'
-	}, s)
-}
+// printable is for what came from inside a sandbox (file names, a log's line).
+var printable = fault.Printable

@@ -13,9 +13,7 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"strings"
 	"syscall"
-	"unicode"
 
 	"github.com/spf13/cobra"
 
@@ -75,6 +73,7 @@ It is also the plugin of the docker command by which 'docker agentbox' runs agen
 		CompletionOptions: cobra.CompletionOptions{DisableDefaultCmd: true},
 	}
 	root.SetFlagErrorFunc(func(_ *cobra.Command, err error) error { return usagef("%w", err) })
+	root.SetHelpCommand(&cobra.Command{Hidden: true}) // help is docker's word
 	root.AddCommand(newServeCommand(), newCheckCommand())
 	return root
 }
@@ -92,21 +91,11 @@ func report(program string, err error) int {
 	if err == nil {
 		return exitcode.OK
 	}
-	fmt.Fprintf(os.Stderr, "%s: %s\n", program, printable(err.Error()))
+	fmt.Fprintf(os.Stderr, "%s: %s\n", program, fault.Printable(err.Error()))
 	for _, hint := range fault.Hint(err) {
-		fmt.Fprintf(os.Stderr, "hint: %s\n", printable(hint))
+		fmt.Fprintf(os.Stderr, "hint: %s\n", fault.Printable(hint))
 	}
 	return exitcode.Of(err)
-}
-
-// printable keeps text from elsewhere from driving the caller's terminal.
-func printable(s string) string {
-	return strings.Map(func(r rune) rune {
-		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
-			return r
-		}
-		return unicode.ReplacementChar
-	}, s)
 }
 
 // agentbox returns the path of the agentbox that belongs to this program.

@@ -136,7 +136,7 @@ func parsePlugin(args []string) (p pluginLine, err error) {
 
 func errNotPlugin() error {
 	return &fault.Error{
-		Hint: "Run 'docker agentbox', or 'agentbox' itself.",
+		Hint: "Run 'docker agentbox', or 'agentbox' itself; see 'docker-agentbox --help' for dockerd's plugin.",
 		Err:  usagef("%s is a plugin that the docker command starts", setup.PluginName),
 	}
 }

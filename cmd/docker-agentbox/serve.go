@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime/dockerplugin"
 	"github.com/agentbox/agentbox/runtime/dockerplugin/authz"
 )
@@ -184,6 +185,6 @@ func runCheck(file string, out io.Writer) error {
 	if _, err := authz.Load(file); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(out, "%s: ok\n", printable(file))
+	_, err := fmt.Fprintf(out, "%s: ok\n", fault.Printable(file))
 	return err
 }

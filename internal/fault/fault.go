@@ -9,6 +9,8 @@ package fault
 import (
 	"errors"
 	"slices"
+	"strings"
+	"unicode"
 )
 
 // The sentinels. Match them with errors.Is.
@@ -69,4 +71,14 @@ func collect(err error, what func(*Error) string) (found []string) {
 		err = errors.Unwrap(err)
 	}
 	return found
+}
+
+// Printable replaces what could drive a terminal: text may come from inside a sandbox.
+func Printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if r == '\n' || r == '\t' || unicode.IsPrint(r) {
+			return r
+		}
+		return unicode.ReplacementChar
+	}, s)
 }

@@ -225,7 +225,7 @@ type attachedPart struct {
 	none     bool       // they are left alone
 	hosts    *hostFiles // those to put back; nil: none
 	err      error      // why they are not put back, though the sandbox is restored
-	report   string     // what Recover reports about them
+	report   string     // what recovery reports about them
 	stranded bool       // some are not as they were; the checkpoint that has them is pinned
 }
 
@@ -272,7 +272,7 @@ func (r *attachedPart) close() error {
 	return nil
 }
 
-// last adds a later error to that of the files: with an intent left in the journal Recover
+// last adds a later error to that of the files: with an intent left in the journal recovery
 // would put them after all.
 func (r *attachedPart) last(err error) error {
 	if r.err != nil {
@@ -511,7 +511,7 @@ func (cs *checkpoints) lockHosts(
 	return err
 }
 
-// tempOf is where a file is written first: an unpredictable name that Recover knows.
+// tempOf is where a file is written first: an unpredictable name that recovery knows.
 func (r *attachedPart) tempOf(f *hostFile) string {
 	return "." + f.name[:min(len(f.name), 200)] + ".agentbox-" + short(cmp.Or(r.hostUndo(), r.row.ID))
 }

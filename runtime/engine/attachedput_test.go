@@ -90,7 +90,7 @@ func inode(path string) string {
 }
 
 // TestAttachedFails: if a host file cannot be put, all are as they were and the restore says
-// so. With any strategy the sandbox stays restored, and nothing is left for Recover.
+// so. With any strategy the sandbox stays restored, and nothing is left for recovery.
 func TestAttachedFails(t *testing.T) {
 	for _, broken := range []string{
 		"restore.attached.before-put", "restore.attached.before-replace", "restore.attached.between",
@@ -308,7 +308,7 @@ func (h *hosts) leave(point string, opts runtime.RestoreOptions) {
 	}
 }
 
-// TestAttachedResumed: Recover puts the remaining host files whatever the sandbox does by then,
+// TestAttachedResumed: recovery puts the remaining host files whatever the sandbox does by then,
 // because it is restored.
 func TestAttachedResumed(t *testing.T) {
 	for _, started := range []bool{true, false} {
@@ -350,7 +350,7 @@ func TestAttachedEdited(t *testing.T) {
 	h.are("then", "then")
 }
 
-// TestAttachedUnknown: if the undo checkpoint is gone or damaged, Recover leaves and names the
+// TestAttachedUnknown: if the undo checkpoint is gone or damaged, recovery leaves and names the
 // files that are not put yet, and finishes the rest.
 func TestAttachedUnknown(t *testing.T) {
 	for what, lose := range map[string]func(h *hosts){

@@ -36,7 +36,7 @@ type checkpoints struct {
 	upkeep    *upkeep
 }
 
-// freezing is the journal's data of a checkpoint: the state that Recover must put back.
+// freezing is the journal's data of a checkpoint: the state that recovery must put back.
 type freezing struct {
 	Was  runtime.Status `json:"was"`  // before the verb
 	Stop bool           `json:"stop"` // a committed checkpoint is followed by a stop

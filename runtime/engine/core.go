@@ -227,12 +227,12 @@ func (e *core) lockAside(ctx context.Context, id, verb string, wait time.Duratio
 	return e.store.Lock(ctx, id, verb, wait)
 }
 
-// errUnfinished keeps an intent in the journal: Recover does the rest of the verb.
+// errUnfinished keeps an intent in the journal: recovery does the rest of the verb.
 var errUnfinished = errors.New("the next command will finish it")
 
 // intent writes a journal entry, runs fn and removes the entry. If fn fails it has
 // undone its work, and the entry is removed too; if this process is killed the entry
-// stays for Recover.
+// stays for recovery.
 func (e *core) intent(ctx context.Context, in store.Intent, data any, fn func(seq int64) error) (err error) {
 	if in.Data, err = json.Marshal(data); err != nil {
 		return err

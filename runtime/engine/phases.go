@@ -14,8 +14,8 @@ import (
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
 )
 
-// The phases of a restore. Before phaseSwap, Recover rolls the restore back; from then
-// on the old processes may be gone, and Recover finishes it. From phaseProven on the files
+// The phases of a restore. Before phaseSwap, recovery rolls the restore back; from then
+// on the old processes may be gone, and recovery finishes it. From phaseProven on the files
 // are proven to be the checkpoint's, so a running sandbox is a restored one. In phaseHosts
 // the sandbox is restored and is not touched any more; only host files are put back.
 const (

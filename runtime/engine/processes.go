@@ -158,7 +158,7 @@ func (r *processesPart) startedAgain(now runtime.Container) bool {
 }
 
 // halt stops a sandbox whose start has failed, so that the restore can be rolled back. If
-// it cannot, nothing else may start the sandbox until Recover has finished the restore.
+// it cannot, nothing else may start the sandbox until recovery has finished the restore.
 func (r *processesPart) halt(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undo.Timeout)
 	defer cancel()

@@ -28,7 +28,7 @@ const (
 	opUpdate     = "update"
 )
 
-// recoverWait is how long Recover waits for the lock of an interrupted verb: a
+// recoverWait is how long recovery waits for the lock of an interrupted verb: a
 // dump that outlives the agentbox that began it keeps the lock and must end by
 // itself, because killing CRIU half-way harms the processes it works on.
 const recoverWait = 30 * time.Second

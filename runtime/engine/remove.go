@@ -60,7 +60,7 @@ type removal struct {
 }
 
 // remove removes a sandbox, whose lock is held. A removal that has begun is always finished,
-// if need be by Recover.
+// if need be by recovery.
 func (bx *sandboxes) remove(ctx context.Context, sb *locked, checkpoints bool) error {
 	// Take over an earlier removal that has failed.
 	left, all, err := bx.removals(ctx, sb.ID)
@@ -90,7 +90,7 @@ func (bx *sandboxes) remove(ctx context.Context, sb *locked, checkpoints bool) e
 		}
 	}
 	if err := bx.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
-		return err // the intent stays: Recover tries again
+		return err // the intent stays: recovery tries again
 	}
 	bx.log.Info("sandbox removed", "sandbox", sb.ID)
 	return bx.store.Done(context.WithoutCancel(ctx), seq)
@@ -191,7 +191,7 @@ func (e *Engine) Reap(ctx context.Context, id string) (err error) {
 	}
 	defer sb.lock.Unlock()
 	if busy, err := e.interruptedIn(ctx, id); err != nil || busy {
-		return err // the exit may be the doing of the interrupted verb; Recover handles both
+		return err // the exit may be the doing of the interrupted verb; recovery handles both
 	}
 	c, err := sb.host.Inspect(ctx, id)
 	if err != nil || c.Status != runtime.Exited {

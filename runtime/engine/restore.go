@@ -282,7 +282,7 @@ type restoration struct {
 // manner is how a restore is done.
 type manner struct {
 	verify   bool
-	resumed  bool              // Recover resumes a restore that was killed
+	resumed  bool              // Recovery resumes a restore that was killed
 	restart  bool              // the restore is a restart by the sandbox's policy
 	strategy string            // of a plan; empty: as the checkpoint is
 	orphan   bool              // the sandbox has a record, but no container

@@ -285,7 +285,7 @@ func (r *filesPart) keepPresent(ctx context.Context) error {
 			r.e.log.Info("undo checkpoint limited to files", "sandbox", r.sb.ID, "err", err)
 			r.undoIsFiles(err)
 			opts.FilesOnly, r.data.Undo = true, newID()
-			// Recover looks for the undo checkpoint that the journal names.
+			// Recovery looks for the undo checkpoint that the journal names.
 			if err := r.note(ctx, true); err != nil {
 				return err
 			}
