@@ -37,12 +37,13 @@ const (
 
 // Settle makes sure that no thread of a frozen container is in an instant that cannot be dumped:
 // it thaws the container for some milliseconds and freezes it again, until none is. So it does,
-// for youngLimit at most, where a process works in a directory that was made a moment ago. It returns
-// when the last freeze began; zero: nothing had to be waited for. On error the container may be
+// for youngLimit at most, where a process works in a directory that was made a moment ago, or
+// walks a tree. It returns when the last freeze began; zero: nothing had to be waited for. On error the container may be
 // thawed, and a *DumpError says which thread it was.
 func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err error) {
 	begun := time.Now()
 	end := begun.Add(settleLimit)
+	var walks walkers
 	for pause := time.Millisecond; ; pause = min(pause+time.Millisecond, 10*time.Millisecond) {
 		members, err := Members(initPid)
 		if err != nil {
@@ -50,7 +51,9 @@ func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err
 		}
 		at := between(members)
 		if now := time.Now(); at == nil && now.Sub(begun) < youngLimit {
-			at = inYoung(members, now)
+			if at = inYoung(members, now); at == nil {
+				at = walks.next(members)
+			}
 		}
 		if at == nil {
 			return frozen, nil
@@ -88,6 +91,7 @@ const (
 	killedInstant                      // it has a SIGKILL to end of, or is on its way out
 	headlessInstant                    // it has ended, and another thread is about to execute a program in its place
 	youngInstant                       // it works in a directory that was made a moment ago; see inYoung
+	walkInstant                        // it walks a tree; see walkers
 )
 
 // passing is the error of a thread that is in such an instant.

@@ -3,8 +3,6 @@ package criu
 import (
 	"fmt"
 	"os"
-	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -73,12 +71,5 @@ func mountOf(fd int) int {
 	if err != nil {
 		return -1
 	}
-	for line := range strings.Lines(string(info)) {
-		if id, ok := strings.CutPrefix(line, "mnt_id:"); ok {
-			if n, err := strconv.Atoi(strings.TrimSpace(id)); err == nil {
-				return n
-			}
-		}
-	}
-	return -1
+	return parseFdinfo(string(info)).mount
 }
