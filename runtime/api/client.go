@@ -41,12 +41,38 @@ const SocketName = "agentbox.sock"
 // the verb there, which undoes what it began, and is waited for. An OpenTelemetry
 // span that it has is the parent of what the service does.
 type Client struct {
+	*conn
+	sandboxCalls
+	checkpointCalls
+	imageCalls
+	leaseCalls
+	hostCalls
+}
+
+// The calls of a Client are those of the parts of Service.
+type (
+	sandboxCalls    struct{ *conn }
+	checkpointCalls struct{ *conn }
+	imageCalls      struct{ *conn }
+	leaseCalls      struct{ *conn }
+	hostCalls       struct{ *conn }
+)
+
+var (
+	_ runtime.Service           = (*Client)(nil)
+	_ runtime.SandboxService    = sandboxCalls{}
+	_ runtime.CheckpointService = checkpointCalls{}
+	_ runtime.ImageService      = imageCalls{}
+	_ runtime.LeaseService      = leaseCalls{}
+	_ runtime.HostService       = hostCalls{}
+)
+
+// conn is the socket's end that all calls go through.
+type conn struct {
 	where  string // for errors
 	http   *http.Client
 	lookup func(string) (string, bool) // the environment of secrets
 }
-
-var _ runtime.Service = (*Client)(nil)
 
 // ErrHere is wrapped by the errors of what only the embedded engine can do: it
 // reads or writes files by a path of the caller's. Nothing was done.
@@ -67,18 +93,19 @@ func dial(where string, connect func(context.Context) (net.Conn, error)) *Client
 		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return connect(ctx) },
 		DisableCompression: true, IdleConnTimeout: time.Minute, MaxResponseHeaderBytes: 1 << 20,
 	}
-	return &Client{where: where, http: &http.Client{Transport: t}, lookup: os.LookupEnv}
+	c := &conn{where: where, http: &http.Client{Transport: t}, lookup: os.LookupEnv}
+	return &Client{c, sandboxCalls{c}, checkpointCalls{c}, imageCalls{c}, leaseCalls{c}, hostCalls{c}}
 }
 
 // Close ends the connections that are idle.
-func (c *Client) Close() error {
+func (c *conn) Close() error {
 	c.http.CloseIdleConnections()
 	return nil
 }
 
 // Remote reports whether the service may be another host's, which sees no process of
 // this one.
-func (c *Client) Remote() bool { return strings.HasPrefix(c.where, "tcp://") }
+func (c *conn) Remote() bool { return strings.HasPrefix(c.where, "tcp://") }
 
 // keyOf is the context's key of WithKey.
 type keyOf struct{}
@@ -90,19 +117,19 @@ func WithKey(ctx context.Context, key string) context.Context {
 }
 
 // Info returns the version, root and backend of the service.
-func (c *Client) Info(ctx context.Context) (Info, error) {
+func (c *conn) Info(ctx context.Context) (Info, error) {
 	return get[Info](ctx, c, at("info"), nil)
 }
 
 // Health checks that the service is alive.
 func (c *Client) Health(ctx context.Context) (Health, error) {
-	return get[Health](ctx, c, "/healthz", nil)
+	return get[Health](ctx, c.conn, "/healthz", nil)
 }
 
 // Ready reports whether the service's host can run, checkpoint and restore
 // sandboxes, and if not, why.
 func (c *Client) Ready(ctx context.Context) (doctor.Report, error) {
-	return get[doctor.Report](ctx, c, at("ready"), nil)
+	return get[doctor.Report](ctx, c.conn, at("ready"), nil)
 }
 
 // at is the path of a route; each part is one segment.
@@ -121,7 +148,7 @@ func at(parts ...string) string {
 }
 
 // exchange sends a request and returns its answer, which is no error.
-func (c *Client) exchange(
+func (c *conn) exchange(
 	ctx context.Context, method, route string, q url.Values, body io.Reader, header http.Header,
 ) (*http.Response, error) {
 	if strings.Contains(route, "//") {
@@ -166,7 +193,7 @@ func passTrace(ctx context.Context, header http.Header) {
 }
 
 // refusal returns the error in a response.
-func (c *Client) refusal(ctx context.Context, what asks, resp *http.Response) error {
+func (c *conn) refusal(ctx context.Context, what asks, resp *http.Response) error {
 	err := c.cutOff(ctx, what, problemOf(resp))
 	if code := resp.StatusCode; (code == http.StatusNotFound || code == http.StatusMethodNotAllowed) &&
 		noRoute(err, resp.Request) {
@@ -189,7 +216,7 @@ func noRoute(err error, req *http.Request) bool {
 }
 
 // unknown is the error of a verb that the service lacks, as an older one does.
-func (c *Client) unknown(ctx context.Context, req *http.Request) error {
+func (c *conn) unknown(ctx context.Context, req *http.Request) error {
 	version := ""
 	if req.Method != http.MethodGet || req.URL.Path != at("info") {
 		ctx, cancel := context.WithTimeout(ctx, 3*time.Second)
@@ -205,7 +232,7 @@ func (c *Client) unknown(ctx context.Context, req *http.Request) error {
 }
 
 // unanswered is the error of a request without an answer.
-func (c *Client) unanswered(ctx context.Context, what asks, err error) error {
+func (c *conn) unanswered(ctx context.Context, what asks, err error) error {
 	if e := ctx.Err(); e != nil {
 		return context.Cause(ctx)
 	}
@@ -250,7 +277,7 @@ func asked(method string, header http.Header) asks {
 }
 
 // afterwards explains the state of a verb without an answer, and what to do.
-func (c *Client) afterwards(what asks) string {
+func (c *conn) afterwards(what asks) string {
 	there := ""
 	if c.Remote() {
 		there = " on its host"
@@ -267,7 +294,7 @@ func (c *Client) afterwards(what asks) string {
 }
 
 // cutOff is unanswered, where it is an answer that has no end; other errors stay.
-func (c *Client) cutOff(ctx context.Context, what asks, err error) error {
+func (c *conn) cutOff(ctx context.Context, what asks, err error) error {
 	if cut := (*cutShort)(nil); errors.As(err, &cut) {
 		return c.unanswered(ctx, what, cut.err)
 	}
@@ -308,7 +335,7 @@ type partial struct {
 }
 
 // get asks for what changes nothing.
-func get[O any](ctx context.Context, c *Client, route string, q url.Values) (out O, err error) {
+func get[O any](ctx context.Context, c *conn, route string, q url.Values) (out O, err error) {
 	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, nil)
 	if err != nil {
 		return out, err
@@ -317,7 +344,7 @@ func get[O any](ctx context.Context, c *Client, route string, q url.Values) (out
 	return out, c.decode(ctx, toLook, resp, &out)
 }
 
-func (c *Client) decode(ctx context.Context, what asks, resp *http.Response, into any) error {
+func (c *conn) decode(ctx context.Context, what asks, resp *http.Response, into any) error {
 	var data bytes.Buffer
 	// In few reads: each may have to wait for a processor.
 	data.Grow(bytes.MinRead + int(min(max(resp.ContentLength, 0), maxAhead)))
@@ -331,7 +358,7 @@ func (c *Client) decode(ctx context.Context, what asks, resp *http.Response, int
 const maxAhead = 4 << 20
 
 // all gets every page of a list. It starts again if the cursor is gone meanwhile.
-func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T, error) {
+func all[T any](ctx context.Context, c *conn, route string, q url.Values) ([]T, error) {
 	if q == nil {
 		q = url.Values{}
 	}
@@ -354,7 +381,7 @@ func all[T any](ctx context.Context, c *Client, route string, q url.Values) ([]T
 }
 
 // do performs a verb and calls each with its progress.
-func do[O any](ctx context.Context, c *Client, route string, in any, each func([]byte) error) (out O, err error) {
+func do[O any](ctx context.Context, c *conn, route string, in any, each func([]byte) error) (out O, err error) {
 	data, err := encode(in)
 	if err != nil {
 		return out, err
@@ -418,7 +445,7 @@ func encode(v any) ([]byte, error) {
 
 // cancelWith cancels a named request when ctx ends, as a Ctrl-C would there; a
 // service that does not hear it, or takes too long, is cut off.
-func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop func()) {
+func (c *conn) cancelWith(ctx context.Context, name string, cut func()) (stop func()) {
 	done := make(chan struct{})
 	ended := make(chan struct{})
 	guard.Go(func() {
@@ -446,13 +473,13 @@ func (c *Client) cancelWith(ctx context.Context, name string, cut func()) (stop 
 }
 
 // none performs a verb that returns nothing.
-func none(ctx context.Context, c *Client, route string, in any) error {
+func none(ctx context.Context, c *conn, route string, in any) error {
 	_, err := do[wire.None](ctx, c, route, in, nil)
 	return err
 }
 
 // follow reads a stream of events to its end.
-func (c *Client) follow(
+func (c *conn) follow(
 	ctx context.Context, route string, q url.Values, each func(name string, data []byte) error,
 ) error {
 	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Accept": {wire.EventStream}})
@@ -468,7 +495,7 @@ func (c *Client) follow(
 }
 
 // download writes a stream to w. It returns an error if the stream was cut short.
-func (c *Client) download(ctx context.Context, route string, q url.Values, w io.Writer) error {
+func (c *conn) download(ctx context.Context, route string, q url.Values, w io.Writer) error {
 	resp, err := c.exchange(ctx, http.MethodGet, route, q, nil, http.Header{"Te": {"trailers"}})
 	if err != nil {
 		return err
@@ -519,7 +546,7 @@ func statusOf(s string) error {
 // send performs a verb with a stream. It does not read from r after it returns, unless a
 // Read that does not end is under way.
 func send[O any](
-	ctx context.Context, c *Client, method, route string, q url.Values, r io.Reader, header http.Header,
+	ctx context.Context, c *conn, method, route string, q url.Values, r io.Reader, header http.Header,
 ) (out O, err error) {
 	own := &ownReader{r: r}
 	resp, err := c.exchange(ctx, method, route, q, own, header)

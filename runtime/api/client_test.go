@@ -106,7 +106,7 @@ func TestCutShort(t *testing.T) {
 	pause := func(ctx context.Context, c *Client) error { return c.Pause(ctx, "c") }
 	list := func(ctx context.Context, c *Client) error { _, err := c.Sandboxes(ctx); return err }
 	prune := func(ctx context.Context, c *Client) error {
-		_, err := do[wire.None](ctx, c, at("prune"), wire.None{}, func([]byte) error { return nil })
+		_, err := do[wire.None](ctx, c.conn, at("prune"), wire.None{}, func([]byte) error { return nil })
 		return err
 	}
 	logs := func(ctx context.Context, c *Client) error {
@@ -166,10 +166,10 @@ func TestCutShort(t *testing.T) {
 func TestUnknownVerb(t *testing.T) {
 	c := serving(t, &service{}, server.Options{Info: Info{Version: "v0.9"}})
 	again := func(ctx context.Context, c *Client) error {
-		return none(ctx, c, at("sandboxes", "a%b", "again"), wire.None{})
+		return none(ctx, c.conn, at("sandboxes", "a%b", "again"), wire.None{})
 	}
 	// its method is another
-	other := func(ctx context.Context, c *Client) error { return none(ctx, c, at("info"), wire.None{}) }
+	other := func(ctx context.Context, c *Client) error { return none(ctx, c.conn, at("info"), wire.None{}) }
 	foreign := dying(t, "HTTP/1.1 404 Not Found\r\nContent-Type: text/plain\r\nContent-Length: 9\r\n\r\nnot found")
 	for _, tc := range []struct {
 		c    *Client
@@ -230,7 +230,7 @@ func TestPages(t *testing.T) {
 	if err != nil || len(got) != len(list) || got[len(got)-1].ID != list[len(list)-1].ID {
 		t.Error(len(got), err)
 	}
-	if _, err := get[wire.Page[runtime.Sandbox]](t.Context(), c, at("sandboxes"),
+	if _, err := get[wire.Page[runtime.Sandbox]](t.Context(), c.conn, at("sandboxes"),
 		map[string][]string{"limit": {"x"}}); !errors.Is(err, fault.ErrInvalid) {
 		t.Error(err)
 	}

@@ -14,8 +14,8 @@ import (
 )
 
 // CreateLease makes a lease.
-func (c *Client) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
-	return do[runtime.Lease](ctx, c, at("leases"), req, nil)
+func (c leaseCalls) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
+	return do[runtime.Lease](ctx, c.conn, at("leases"), req, nil)
 }
 
 // errHeldEnough ends the request that holds a lease.
@@ -23,13 +23,13 @@ var errHeldEnough = errors.New("held for long enough")
 
 // HoldLease holds a lease while fn runs, by a connection: if this process dies, the lease ends
 // with it.
-func (c *Client) HoldLease(
+func (c leaseCalls) HoldLease(
 	ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error,
 ) error {
 	ctx, stop := context.WithCancelCause(ctx)
 	defer stop(nil)
 	var done <-chan error // of fn
-	_, err := do[wire.None](ctx, c, at("leases", "hold"), req, func(data []byte) error {
+	_, err := do[wire.None](ctx, c.conn, at("leases", "hold"), req, func(data []byte) error {
 		var l runtime.Lease
 		if err := json.Unmarshal(data, &l); err != nil || done != nil {
 			return err
@@ -55,26 +55,26 @@ func (c *Client) HoldLease(
 }
 
 // Lease describes a lease.
-func (c *Client) Lease(ctx context.Context, lease string) (runtime.Lease, error) {
-	return get[runtime.Lease](ctx, c, at("leases", lease), nil)
+func (c leaseCalls) Lease(ctx context.Context, lease string) (runtime.Lease, error) {
+	return get[runtime.Lease](ctx, c.conn, at("leases", lease), nil)
 }
 
 // Leases lists leases.
-func (c *Client) Leases(ctx context.Context, ended bool) ([]runtime.Lease, error) {
-	return all[runtime.Lease](ctx, c, at("leases"), url.Values{"all": {strconv.FormatBool(ended)}})
+func (c leaseCalls) Leases(ctx context.Context, ended bool) ([]runtime.Lease, error) {
+	return all[runtime.Lease](ctx, c.conn, at("leases"), url.Values{"all": {strconv.FormatBool(ended)}})
 }
 
 // RenewLease renews a lease. Its owner calls it while it is alive.
-func (c *Client) RenewLease(ctx context.Context, lease string, deadline time.Duration) (runtime.Lease, error) {
-	return do[runtime.Lease](ctx, c, at("leases", lease, "renew"), wire.RenewBody{For: deadline}, nil)
+func (c leaseCalls) RenewLease(ctx context.Context, lease string, deadline time.Duration) (runtime.Lease, error) {
+	return do[runtime.Lease](ctx, c.conn, at("leases", lease, "renew"), wire.RenewBody{For: deadline}, nil)
 }
 
 // TransferLease gives a lease another owner.
-func (c *Client) TransferLease(ctx context.Context, lease string, terms runtime.LeaseTerms) (runtime.Lease, error) {
-	return do[runtime.Lease](ctx, c, at("leases", lease, "transfer"), terms, nil)
+func (c leaseCalls) TransferLease(ctx context.Context, lease string, terms runtime.LeaseTerms) (runtime.Lease, error) {
+	return do[runtime.Lease](ctx, c.conn, at("leases", lease, "transfer"), terms, nil)
 }
 
 // ReleaseLease ends a lease.
-func (c *Client) ReleaseLease(ctx context.Context, lease string) (runtime.Lease, error) {
-	return do[runtime.Lease](ctx, c, at("leases", lease, "release"), wire.None{}, nil)
+func (c leaseCalls) ReleaseLease(ctx context.Context, lease string) (runtime.Lease, error) {
+	return do[runtime.Lease](ctx, c.conn, at("leases", lease, "release"), wire.None{}, nil)
 }

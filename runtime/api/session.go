@@ -15,10 +15,10 @@ import (
 )
 
 // Exec runs one more process in a running sandbox.
-func (c *Client) Exec(ctx context.Context, sandbox string, p runtime.Process, streams runtime.Streams) (int, error) {
+func (c sandboxCalls) Exec(ctx context.Context, sandbox string, p runtime.Process, streams runtime.Streams) (int, error) {
 	route := at("sandboxes", sandbox, "exec")
 	if p.Detach {
-		b, err := do[wire.ExitBody](ctx, c, route, p, nil)
+		b, err := do[wire.ExitBody](ctx, c.conn, route, p, nil)
 		return b.Exit, err
 	}
 	s, err := c.dial(ctx, route, streams, wire.Open{Process: &p})
@@ -30,7 +30,7 @@ func (c *Client) Exec(ctx context.Context, sandbox string, p runtime.Process, st
 }
 
 // Attach connects streams to a running sandbox's first process.
-func (c *Client) Attach(ctx context.Context, sandbox string, streams runtime.Streams) error {
+func (c sandboxCalls) Attach(ctx context.Context, sandbox string, streams runtime.Streams) error {
 	s, err := c.dial(ctx, at("sandboxes", sandbox, "attach"), streams, wire.Open{})
 	if err != nil {
 		return err
@@ -40,14 +40,14 @@ func (c *Client) Attach(ctx context.Context, sandbox string, streams runtime.Str
 }
 
 // Start starts a sandbox; see runtime.Service for streams and wait.
-func (c *Client) Start(ctx context.Context, sandbox string, streams *runtime.Streams) (wait func() error, err error) {
+func (c sandboxCalls) Start(ctx context.Context, sandbox string, streams *runtime.Streams) (wait func() error, err error) {
 	v, err := c.valuesOf(ctx, sandbox, nil)
 	if err != nil {
 		return nil, err
 	}
 	route := at("sandboxes", sandbox, "start")
 	if streams == nil {
-		return nil, none(ctx, c, route, wire.StartBody{SecretValues: v})
+		return nil, none(ctx, c.conn, route, wire.StartBody{SecretValues: v})
 	}
 	s, err := c.dial(ctx, route, *streams, wire.Open{SecretValues: v})
 	if err != nil {
@@ -68,7 +68,7 @@ func (c *Client) Start(ctx context.Context, sandbox string, streams *runtime.Str
 
 // session is the caller's side of one.
 type session struct {
-	c       *Client
+	c       *conn
 	l       *wire.Line
 	streams runtime.Streams
 
@@ -83,7 +83,7 @@ type session struct {
 }
 
 // dial opens a session, which then runs until its last message, or ctx ends.
-func (c *Client) dial(ctx context.Context, route string, streams runtime.Streams, open wire.Open) (*session, error) {
+func (c *conn) dial(ctx context.Context, route string, streams runtime.Streams, open wire.Open) (*session, error) {
 	if _, err := encode(open); err != nil {
 		return nil, err
 	}

@@ -54,7 +54,7 @@ func portable(o image.SourceOptions) error {
 
 // values looks up what secrets come from: variables are sent along, files are the
 // host's, which the service reads at each start; they must be the caller's to read.
-func (c *Client) values(secrets []runtime.Secret, given bool) (wire.SecretValues, error) {
+func (c *conn) values(secrets []runtime.Secret, given bool) (wire.SecretValues, error) {
 	v := wire.SecretValues{Variables: map[string]string{}}
 	for _, s := range secrets {
 		if s.Env != "" {
@@ -76,11 +76,11 @@ func (c *Client) values(secrets []runtime.Secret, given bool) (wire.SecretValues
 }
 
 // valuesOf are those of a sandbox, and of secrets that are given.
-func (c *Client) valuesOf(ctx context.Context, sandbox string, given []runtime.Secret) (wire.SecretValues, error) {
+func (c *conn) valuesOf(ctx context.Context, sandbox string, given []runtime.Secret) (wire.SecretValues, error) {
 	if _, err := c.values(given, true); err != nil {
 		return wire.SecretValues{}, err
 	}
-	sb, err := c.Sandbox(ctx, sandbox)
+	sb, err := sandboxCalls{c}.Sandbox(ctx, sandbox)
 	if err != nil && !errors.Is(err, runtime.ErrNotFound) {
 		return wire.SecretValues{}, err
 	}
@@ -105,7 +105,7 @@ func decoded[P any](fn func(P)) func([]byte) error {
 }
 
 // Create makes a sandbox.
-func (c *Client) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
+func (c sandboxCalls) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
 	if err := errors.Join(remotely(req.Spec.Image), portable(req.Pull.Source)); err != nil {
 		return runtime.Sandbox{}, err
 	}
@@ -114,17 +114,17 @@ func (c *Client) Create(ctx context.Context, req runtime.CreateRequest) (runtime
 		return runtime.Sandbox{}, err
 	}
 	body := wire.CreateBody{CreateRequest: req, SecretValues: v}
-	return do[runtime.Sandbox](ctx, c, at("sandboxes"), body, pulled(req.Pull.Progress))
+	return do[runtime.Sandbox](ctx, c.conn, at("sandboxes"), body, pulled(req.Pull.Progress))
 }
 
 // Wait blocks until the sandbox has exited.
-func (c *Client) Wait(ctx context.Context, sandbox string) (int, error) {
-	b, err := get[wire.ExitBody](ctx, c, at("sandboxes", sandbox, "wait"), nil)
+func (c sandboxCalls) Wait(ctx context.Context, sandbox string) (int, error) {
+	b, err := get[wire.ExitBody](ctx, c.conn, at("sandboxes", sandbox, "wait"), nil)
 	return b.Exit, err
 }
 
 // Logs writes what the sandbox's processes printed.
-func (c *Client) Logs(ctx context.Context, sandbox string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+func (c sandboxCalls) Logs(ctx context.Context, sandbox string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
 	q := url.Values{
 		"follow": {strconv.FormatBool(opts.Follow)}, "tail": {strconv.Itoa(opts.Tail)},
 		"timestamps": {strconv.FormatBool(opts.Timestamps)},
@@ -144,7 +144,7 @@ func (c *Client) Logs(ctx context.Context, sandbox string, opts runtime.LogOptio
 }
 
 // Events hands what befell a sandbox to each.
-func (c *Client) Events(
+func (c hostCalls) Events(
 	ctx context.Context, sandbox string, opts runtime.EventOptions, each func(runtime.Event) error,
 ) error {
 	q := url.Values{"follow": {strconv.FormatBool(opts.Follow)}, "type": opts.Types}
@@ -161,102 +161,102 @@ func (c *Client) Events(
 }
 
 // ReleaseHold lets a sandbox be used that a failed restore holds.
-func (c *Client) ReleaseHold(ctx context.Context, sandbox string) error {
-	return none(ctx, c, at("sandboxes", sandbox, "release"), wire.None{})
+func (c hostCalls) ReleaseHold(ctx context.Context, sandbox string) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "release"), wire.None{})
 }
 
 // UpdateLifetime changes how long a sandbox may live.
-func (c *Client) UpdateLifetime(
+func (c hostCalls) UpdateLifetime(
 	ctx context.Context, sandbox string, change runtime.LifetimeChange,
 ) (runtime.Sandbox, error) {
-	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "lifetime"), change, nil)
+	return do[runtime.Sandbox](ctx, c.conn, at("sandboxes", sandbox, "lifetime"), change, nil)
 }
 
 // UpdateStorage changes what the files of a sandbox may take.
-func (c *Client) UpdateStorage(
+func (c hostCalls) UpdateStorage(
 	ctx context.Context, sandbox string, change runtime.StorageChange,
 ) (runtime.Sandbox, error) {
-	return do[runtime.Sandbox](ctx, c, at("sandboxes", sandbox, "storage"), change, nil)
+	return do[runtime.Sandbox](ctx, c.conn, at("sandboxes", sandbox, "storage"), change, nil)
 }
 
 // UpdateEgress changes what a sandbox may reach.
-func (c *Client) UpdateEgress(ctx context.Context, sandbox string, change runtime.EgressChange) ([]string, error) {
-	b, err := do[wire.RulesBody](ctx, c, at("sandboxes", sandbox, "egress"), change, nil)
+func (c hostCalls) UpdateEgress(ctx context.Context, sandbox string, change runtime.EgressChange) ([]string, error) {
+	b, err := do[wire.RulesBody](ctx, c.conn, at("sandboxes", sandbox, "egress"), change, nil)
 	return b.Rules, err
 }
 
 // Kill sends a signal to the sandbox's first process.
-func (c *Client) Kill(ctx context.Context, sandbox, signal string) error {
-	return none(ctx, c, at("sandboxes", sandbox, "kill"), wire.KillBody{Signal: signal})
+func (c sandboxCalls) Kill(ctx context.Context, sandbox, signal string) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "kill"), wire.KillBody{Signal: signal})
 }
 
 // Stop ends the sandbox's processes.
-func (c *Client) Stop(ctx context.Context, sandbox string, timeout time.Duration) error {
-	return none(ctx, c, at("sandboxes", sandbox, "stop"), wire.StopBody{Timeout: &timeout})
+func (c sandboxCalls) Stop(ctx context.Context, sandbox string, timeout time.Duration) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "stop"), wire.StopBody{Timeout: &timeout})
 }
 
 // Restart stops a sandbox and starts it again.
-func (c *Client) Restart(ctx context.Context, sandbox string, timeout time.Duration) error {
+func (c sandboxCalls) Restart(ctx context.Context, sandbox string, timeout time.Duration) error {
 	v, err := c.valuesOf(ctx, sandbox, nil)
 	if err != nil {
 		return err
 	}
 	body := wire.RestartBody{SecretValues: v, StopBody: wire.StopBody{Timeout: &timeout}}
-	return none(ctx, c, at("sandboxes", sandbox, "restart"), body)
+	return none(ctx, c.conn, at("sandboxes", sandbox, "restart"), body)
 }
 
 // Pause freezes every process of a running sandbox.
-func (c *Client) Pause(ctx context.Context, sandbox string) error {
-	return none(ctx, c, at("sandboxes", sandbox, "pause"), wire.None{})
+func (c sandboxCalls) Pause(ctx context.Context, sandbox string) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "pause"), wire.None{})
 }
 
 // Unpause thaws a paused sandbox.
-func (c *Client) Unpause(ctx context.Context, sandbox string) error {
-	return none(ctx, c, at("sandboxes", sandbox, "unpause"), wire.None{})
+func (c sandboxCalls) Unpause(ctx context.Context, sandbox string) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "unpause"), wire.None{})
 }
 
 // Remove frees all a sandbox has.
-func (c *Client) Remove(ctx context.Context, sandbox string, opts runtime.RemoveOptions) error {
-	return none(ctx, c, at("sandboxes", sandbox, "remove"), opts)
+func (c sandboxCalls) Remove(ctx context.Context, sandbox string, opts runtime.RemoveOptions) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "remove"), opts)
 }
 
 // Sandbox describes one sandbox as it is now.
-func (c *Client) Sandbox(ctx context.Context, sandbox string) (runtime.Sandbox, error) {
-	return get[runtime.Sandbox](ctx, c, at("sandboxes", sandbox), nil)
+func (c sandboxCalls) Sandbox(ctx context.Context, sandbox string) (runtime.Sandbox, error) {
+	return get[runtime.Sandbox](ctx, c.conn, at("sandboxes", sandbox), nil)
 }
 
 // Sandboxes lists all sandboxes, newest first.
-func (c *Client) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	return all[runtime.Sandbox](ctx, c, at("sandboxes"), nil)
+func (c sandboxCalls) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
+	return all[runtime.Sandbox](ctx, c.conn, at("sandboxes"), nil)
 }
 
 // CopyFrom writes a path of the sandbox as a tar stream.
-func (c *Client) CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error {
+func (c sandboxCalls) CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error {
 	return c.download(ctx, at("sandboxes", sandbox, "archive"), url.Values{"path": {path}}, w)
 }
 
 // CopyTo extracts a tar stream into a directory of the sandbox.
-func (c *Client) CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error {
+func (c sandboxCalls) CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error {
 	route := at("sandboxes", sandbox, "archive")
-	_, err := send[wire.None](ctx, c, http.MethodPut, route, url.Values{"path": {path}}, r, nil)
+	_, err := send[wire.None](ctx, c.conn, http.MethodPut, route, url.Values{"path": {path}}, r, nil)
 	return err
 }
 
 // Stat describes a path in the sandbox.
-func (c *Client) Stat(ctx context.Context, sandbox, path string) (runtime.PathStat, error) {
-	st, err := get[wire.Stat](ctx, c, at("sandboxes", sandbox, "stat"), url.Values{"path": {path}})
+func (c sandboxCalls) Stat(ctx context.Context, sandbox, path string) (runtime.PathStat, error) {
+	st, err := get[wire.Stat](ctx, c.conn, at("sandboxes", sandbox, "stat"), url.Values{"path": {path}})
 	return st.Decoded(), err
 }
 
 // Checkpoint takes one.
-func (c *Client) Checkpoint(
+func (c checkpointCalls) Checkpoint(
 	ctx context.Context, sandbox string, opts runtime.CheckpointOptions,
 ) (runtime.Checkpoint, error) {
-	return do[runtime.Checkpoint](ctx, c, at("sandboxes", sandbox, "checkpoints"), opts, decoded(opts.Progress))
+	return do[runtime.Checkpoint](ctx, c.conn, at("sandboxes", sandbox, "checkpoints"), opts, decoded(opts.Progress))
 }
 
 // Restore puts a sandbox back.
-func (c *Client) Restore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.Restored, error) {
+func (c checkpointCalls) Restore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.Restored, error) {
 	if err := portable(opts.Pull.Source); err != nil {
 		return runtime.Restored{}, err
 	}
@@ -265,124 +265,124 @@ func (c *Client) Restore(ctx context.Context, sandbox string, opts runtime.Resto
 		return runtime.Restored{}, err
 	}
 	body := wire.RestoreBody{RestoreOptions: opts, SecretValues: v}
-	return do[runtime.Restored](ctx, c, at("sandboxes", sandbox, "restore"), body, restored(opts))
+	return do[runtime.Restored](ctx, c.conn, at("sandboxes", sandbox, "restore"), body, restored(opts))
 }
 
 // PlanRestore returns what Restore would change.
-func (c *Client) PlanRestore(
+func (c checkpointCalls) PlanRestore(
 	ctx context.Context, sandbox string, opts runtime.RestoreOptions,
 ) (runtime.RestorePlan, error) {
-	return do[runtime.RestorePlan](ctx, c, at("sandboxes", sandbox, "plan"), opts, nil)
+	return do[runtime.RestorePlan](ctx, c.conn, at("sandboxes", sandbox, "plan"), opts, nil)
 }
 
 // Fork starts new sandboxes from a checkpoint.
-func (c *Client) Fork(ctx context.Context, sandbox string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
+func (c checkpointCalls) Fork(ctx context.Context, sandbox string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
 	v, err := c.valuesOf(ctx, sandbox, opts.Secrets)
 	if err != nil {
 		return nil, err
 	}
 	body := wire.ForkBody{ForkOptions: opts, SecretValues: v}
-	return do[[]runtime.Forked](ctx, c, at("sandboxes", sandbox, "fork"), body, decoded(opts.Progress))
+	return do[[]runtime.Forked](ctx, c.conn, at("sandboxes", sandbox, "fork"), body, decoded(opts.Progress))
 }
 
 // Apply brings what a sandbox changed into the directory below.
-func (c *Client) Apply(ctx context.Context, sandbox string, opts runtime.ApplyOptions) (runtime.Applied, error) {
-	return do[runtime.Applied](ctx, c, at("sandboxes", sandbox, "apply"), opts, nil)
+func (c hostCalls) Apply(ctx context.Context, sandbox string, opts runtime.ApplyOptions) (runtime.Applied, error) {
+	return do[runtime.Applied](ctx, c.conn, at("sandboxes", sandbox, "apply"), opts, nil)
 }
 
 // Diff returns the changes between two states.
-func (c *Client) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
-	return do[runtime.Diff](ctx, c, at("diff"), req, nil)
+func (c checkpointCalls) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
+	return do[runtime.Diff](ctx, c.conn, at("diff"), req, nil)
 }
 
 // Stats returns the resources that sandboxes use.
-func (c *Client) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
-	return do[[]runtime.Stats](ctx, c, at("stats"), opts, nil)
+func (c sandboxCalls) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
+	return do[[]runtime.Stats](ctx, c.conn, at("stats"), opts, nil)
 }
 
 // History lists a sandbox's checkpoints.
-func (c *Client) History(
+func (c checkpointCalls) History(
 	ctx context.Context, sandbox string, opts runtime.HistoryOptions,
 ) ([]runtime.HistoryEntry, error) {
-	return all[runtime.HistoryEntry](ctx, c, at("sandboxes", sandbox, "history"),
+	return all[runtime.HistoryEntry](ctx, c.conn, at("sandboxes", sandbox, "history"),
 		url.Values{"all": {strconv.FormatBool(opts.All)}})
 }
 
 // Checkpoints lists checkpoints.
-func (c *Client) Checkpoints(ctx context.Context, f runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
+func (c checkpointCalls) Checkpoints(ctx context.Context, f runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
 	q := url.Values{
 		"sandbox": {f.Sandbox}, "all": {strconv.FormatBool(f.All)}, "trigger": {f.Trigger}, "policy": {f.Policy},
 	}
 	for k, v := range f.Labels {
 		q.Add("label", k+"="+v)
 	}
-	return all[runtime.Checkpoint](ctx, c, at("checkpoints"), q)
+	return all[runtime.Checkpoint](ctx, c.conn, at("checkpoints"), q)
 }
 
 // CheckpointInfo returns one.
-func (c *Client) CheckpointInfo(ctx context.Context, checkpoint string) (runtime.Checkpoint, error) {
-	return get[runtime.Checkpoint](ctx, c, at("checkpoints", checkpoint), nil)
+func (c checkpointCalls) CheckpointInfo(ctx context.Context, checkpoint string) (runtime.Checkpoint, error) {
+	return get[runtime.Checkpoint](ctx, c.conn, at("checkpoints", checkpoint), nil)
 }
 
 // RemoveCheckpoint removes one.
-func (c *Client) RemoveCheckpoint(ctx context.Context, checkpoint string) error {
-	return none(ctx, c, at("checkpoints", checkpoint, "remove"), wire.None{})
+func (c checkpointCalls) RemoveCheckpoint(ctx context.Context, checkpoint string) error {
+	return none(ctx, c.conn, at("checkpoints", checkpoint, "remove"), wire.None{})
 }
 
 // RemoveCheckpoints removes those that match.
-func (c *Client) RemoveCheckpoints(
+func (c checkpointCalls) RemoveCheckpoints(
 	ctx context.Context, f runtime.CheckpointFilter,
 ) (runtime.RemovedCheckpoints, error) {
-	return do[runtime.RemovedCheckpoints](ctx, c, at("checkpoints", "remove"), f, nil)
+	return do[runtime.RemovedCheckpoints](ctx, c.conn, at("checkpoints", "remove"), f, nil)
 }
 
 // VerifyCheckpoint rereads all of it.
-func (c *Client) VerifyCheckpoint(ctx context.Context, checkpoint string) error {
-	return none(ctx, c, at("checkpoints", checkpoint, "verify"), wire.None{})
+func (c checkpointCalls) VerifyCheckpoint(ctx context.Context, checkpoint string) error {
+	return none(ctx, c.conn, at("checkpoints", checkpoint, "verify"), wire.None{})
 }
 
 // PinCheckpoint keeps a checkpoint from Prune.
-func (c *Client) PinCheckpoint(ctx context.Context, checkpoint string, pinned bool) error {
-	return none(ctx, c, at("checkpoints", checkpoint, "pin"), wire.PinBody{Pinned: pinned})
+func (c checkpointCalls) PinCheckpoint(ctx context.Context, checkpoint string, pinned bool) error {
+	return none(ctx, c.conn, at("checkpoints", checkpoint, "pin"), wire.PinBody{Pinned: pinned})
 }
 
 // TagCheckpoint gives a checkpoint one more name.
-func (c *Client) TagCheckpoint(ctx context.Context, checkpoint, tag string) error {
-	return none(ctx, c, at("checkpoints", checkpoint, "tag"), wire.TagBody{Tag: tag})
+func (c checkpointCalls) TagCheckpoint(ctx context.Context, checkpoint, tag string) error {
+	return none(ctx, c.conn, at("checkpoints", checkpoint, "tag"), wire.TagBody{Tag: tag})
 }
 
 // UntagCheckpoint takes a tag away.
-func (c *Client) UntagCheckpoint(ctx context.Context, ref string) error {
-	return none(ctx, c, at("checkpoints", ref, "untag"), wire.None{})
+func (c checkpointCalls) UntagCheckpoint(ctx context.Context, ref string) error {
+	return none(ctx, c.conn, at("checkpoints", ref, "untag"), wire.None{})
 }
 
 // Prune removes the checkpoints that no rule keeps.
-func (c *Client) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
-	return do[runtime.Pruned](ctx, c, at("prune"), opts, progressOf(opts.Progress))
+func (c hostCalls) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
+	return do[runtime.Pruned](ctx, c.conn, at("prune"), opts, progressOf(opts.Progress))
 }
 
 // Usage returns what space is used for.
-func (c *Client) Usage(ctx context.Context) (runtime.Usage, error) {
-	return get[runtime.Usage](ctx, c, at("usage"), nil)
+func (c hostCalls) Usage(ctx context.Context) (runtime.Usage, error) {
+	return get[runtime.Usage](ctx, c.conn, at("usage"), nil)
 }
 
 // Verify proves that checkpoints can be restored whole.
-func (c *Client) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
-	return do[runtime.VerifyReport](ctx, c, at("verify"), opts, progressOf(opts.Progress))
+func (c hostCalls) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
+	return do[runtime.VerifyReport](ctx, c.conn, at("verify"), opts, progressOf(opts.Progress))
 }
 
 // Reindex rebuilds the index of the store.
-func (c *Client) Reindex(ctx context.Context) (runtime.Reindexed, error) {
-	return do[runtime.Reindexed](ctx, c, at("reindex"), wire.None{}, nil)
+func (c hostCalls) Reindex(ctx context.Context) (runtime.Reindexed, error) {
+	return do[runtime.Reindexed](ctx, c.conn, at("reindex"), wire.None{}, nil)
 }
 
 // Reconcile finishes or undoes what was interrupted, and repairs what differs from its records.
-func (c *Client) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
-	return do[runtime.ReconcileReport](ctx, c, at("recover"), wire.None{}, nil)
+func (c hostCalls) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
+	return do[runtime.ReconcileReport](ctx, c.conn, at("recover"), wire.None{}, nil)
 }
 
 // ExportCheckpoint writes an archive. Its progress is what has arrived.
-func (c *Client) ExportCheckpoint(
+func (c checkpointCalls) ExportCheckpoint(
 	ctx context.Context, checkpoint string, w io.Writer, opts runtime.ExportOptions,
 ) error {
 	if opts.Progress != nil {
@@ -393,7 +393,7 @@ func (c *Client) ExportCheckpoint(
 }
 
 // ImportCheckpoint reads what ExportCheckpoint wrote. Its progress is what was sent.
-func (c *Client) ImportCheckpoint(
+func (c checkpointCalls) ImportCheckpoint(
 	ctx context.Context, r io.Reader, opts runtime.ImportOptions,
 ) (runtime.Checkpoint, error) {
 	header := http.Header{}
@@ -408,7 +408,7 @@ func (c *Client) ImportCheckpoint(
 		r = io.TeeReader(r, counter(opts.Progress))
 	}
 	q := url.Values{"name": {opts.Name}, "image": {opts.Image}, "trust": {strconv.FormatBool(opts.Trust)}}
-	return send[runtime.Checkpoint](ctx, c, http.MethodPost, at("checkpoints", "import"), q, r, header)
+	return send[runtime.Checkpoint](ctx, c.conn, http.MethodPost, at("checkpoints", "import"), q, r, header)
 }
 
 // maxIdentities bounds the keys in a header.
@@ -442,41 +442,41 @@ type writerFunc func([]byte) (int, error)
 func (f writerFunc) Write(p []byte) (int, error) { return f(p) }
 
 // PushCheckpoint stores a checkpoint in a registry.
-func (c *Client) PushCheckpoint(
+func (c checkpointCalls) PushCheckpoint(
 	ctx context.Context, checkpoint, reference string, opts runtime.RegistryOptions,
 ) (runtime.Pushed, error) {
 	body := wire.RegistryBody{Reference: reference, Options: opts}
-	return do[runtime.Pushed](ctx, c, at("checkpoints", checkpoint, "push"), body, progressOf(opts.Progress))
+	return do[runtime.Pushed](ctx, c.conn, at("checkpoints", checkpoint, "push"), body, progressOf(opts.Progress))
 }
 
 // PullCheckpoint brings one back.
-func (c *Client) PullCheckpoint(
+func (c checkpointCalls) PullCheckpoint(
 	ctx context.Context, reference string, opts runtime.RegistryOptions,
 ) (runtime.Checkpoint, error) {
 	body := wire.RegistryBody{Reference: reference, Options: opts}
-	return do[runtime.Checkpoint](ctx, c, at("checkpoints", "pull"), body, progressOf(opts.Progress))
+	return do[runtime.Checkpoint](ctx, c.conn, at("checkpoints", "pull"), body, progressOf(opts.Progress))
 }
 
 // PullImage gets an image.
-func (c *Client) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
+func (c imageCalls) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
 	if err := errors.Join(remotely(ref), portable(opts.Source)); err != nil {
 		return runtime.Image{}, err
 	}
 	body := wire.PullBody{Reference: ref, Options: opts}
-	return do[runtime.Image](ctx, c, at("images", "pull"), body, pulled(opts.Progress))
+	return do[runtime.Image](ctx, c.conn, at("images", "pull"), body, pulled(opts.Progress))
 }
 
 // PushImage writes an image to where the reference to says.
-func (c *Client) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
+func (c imageCalls) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
 	if err := errors.Join(remotely(to), portable(opts)); err != nil {
 		return runtime.PushedImage{}, err
 	}
 	body := wire.PushBody{To: to, Options: opts}
-	return do[runtime.PushedImage](ctx, c, at("images", ref, "push"), body, decoded(opts.Progress))
+	return do[runtime.PushedImage](ctx, c.conn, at("images", ref, "push"), body, decoded(opts.Progress))
 }
 
 // ImportImage sends the caller's tarball.
-func (c *Client) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
+func (c imageCalls) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
 	f, err := os.Open(source)
 	if err != nil {
 		if errors.Is(err, os.ErrNotExist) {
@@ -492,71 +492,71 @@ func (c *Client) ImportImage(ctx context.Context, name, source string) (runtime.
 }
 
 // ImportImageFrom sends a tar stream.
-func (c *Client) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
-	return send[runtime.Image](ctx, c, http.MethodPost, at("images", "import"), url.Values{"name": {name}}, r, nil)
+func (c imageCalls) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
+	return send[runtime.Image](ctx, c.conn, http.MethodPost, at("images", "import"), url.Values{"name": {name}}, r, nil)
 }
 
 // Images lists images.
-func (c *Client) Images(ctx context.Context) ([]runtime.Image, error) {
-	return all[runtime.Image](ctx, c, at("images"), nil)
+func (c imageCalls) Images(ctx context.Context) ([]runtime.Image, error) {
+	return all[runtime.Image](ctx, c.conn, at("images"), nil)
 }
 
 // InspectImage describes one.
-func (c *Client) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
-	return get[runtime.ImageDetails](ctx, c, at("images", ref), nil)
+func (c imageCalls) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
+	return get[runtime.ImageDetails](ctx, c.conn, at("images", ref), nil)
 }
 
 // TagImage gives an image one more name.
-func (c *Client) TagImage(ctx context.Context, ref, name string) error {
-	return none(ctx, c, at("images", ref, "tag"), wire.NameBody{Name: name})
+func (c imageCalls) TagImage(ctx context.Context, ref, name string) error {
+	return none(ctx, c.conn, at("images", ref, "tag"), wire.NameBody{Name: name})
 }
 
 // RemoveImage removes a name of an image.
-func (c *Client) RemoveImage(ctx context.Context, name string) error {
-	return none(ctx, c, at("images", name, "remove"), wire.None{})
+func (c imageCalls) RemoveImage(ctx context.Context, name string) error {
+	return none(ctx, c.conn, at("images", name, "remove"), wire.None{})
 }
 
 // PruneImages removes images that nothing needs.
-func (c *Client) PruneImages(ctx context.Context, everything bool) (runtime.PrunedImages, error) {
-	return do[runtime.PrunedImages](ctx, c, at("images", "prune"), wire.AllBody{All: everything}, nil)
+func (c imageCalls) PruneImages(ctx context.Context, everything bool) (runtime.PrunedImages, error) {
+	return do[runtime.PrunedImages](ctx, c.conn, at("images", "prune"), wire.AllBody{All: everything}, nil)
 }
 
 // VerifyImage reads an image's files again.
-func (c *Client) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
-	return do[runtime.Image](ctx, c, at("images", ref, "verify"), wire.None{}, nil)
+func (c imageCalls) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
+	return do[runtime.Image](ctx, c.conn, at("images", ref, "verify"), wire.None{}, nil)
 }
 
 // Commit makes an image of a sandbox, or of a checkpoint.
-func (c *Client) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
+func (c imageCalls) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
 	if err := errors.Join(remotely(to), portable(opts.Source)); err != nil {
 		return runtime.Committed{}, err
 	}
 	body := wire.CommitBody{Ref: ref, To: to, Options: opts}
-	return do[runtime.Committed](ctx, c, at("commit"), body, decoded(opts.Source.Progress))
+	return do[runtime.Committed](ctx, c.conn, at("commit"), body, decoded(opts.Source.Progress))
 }
 
 // Policies lists the policies that names stand for.
-func (c *Client) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
-	return all[runtime.PolicyEntry](ctx, c, at("policies"), nil)
+func (c hostCalls) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
+	return all[runtime.PolicyEntry](ctx, c.conn, at("policies"), nil)
 }
 
 // Policy resolves the name of one.
-func (c *Client) Policy(ctx context.Context, name string) (*policy.Policy, error) {
-	return get[*policy.Policy](ctx, c, at("policies", name), nil)
+func (c hostCalls) Policy(ctx context.Context, name string) (*policy.Policy, error) {
+	return get[*policy.Policy](ctx, c.conn, at("policies", name), nil)
 }
 
 // AddEffect records an effect.
-func (c *Client) AddEffect(ctx context.Context, sandbox string, req runtime.EffectRequest) (runtime.Effect, error) {
-	return do[runtime.Effect](ctx, c, at("sandboxes", sandbox, "effects"), req, nil)
+func (c hostCalls) AddEffect(ctx context.Context, sandbox string, req runtime.EffectRequest) (runtime.Effect, error) {
+	return do[runtime.Effect](ctx, c.conn, at("sandboxes", sandbox, "effects"), req, nil)
 }
 
 // Effects lists the ledger of a sandbox.
-func (c *Client) Effects(ctx context.Context, sandbox string, everything bool) ([]runtime.Effect, error) {
-	return all[runtime.Effect](ctx, c, at("sandboxes", sandbox, "effects"),
+func (c hostCalls) Effects(ctx context.Context, sandbox string, everything bool) ([]runtime.Effect, error) {
+	return all[runtime.Effect](ctx, c.conn, at("sandboxes", sandbox, "effects"),
 		url.Values{"all": {strconv.FormatBool(everything)}})
 }
 
 // RemoveEffect takes one off the ledger.
-func (c *Client) RemoveEffect(ctx context.Context, sandbox, effect string) error {
-	return none(ctx, c, at("sandboxes", sandbox, "effects", effect, "remove"), wire.None{})
+func (c hostCalls) RemoveEffect(ctx context.Context, sandbox, effect string) error {
+	return none(ctx, c.conn, at("sandboxes", sandbox, "effects", effect, "remove"), wire.None{})
 }

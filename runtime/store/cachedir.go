@@ -17,22 +17,22 @@ const freshCache = time.Hour
 // FileCachePath returns the path of the file cache of a sandbox's n-th tree (0: the upperdir, 1+i: the
 // i-th volume), which overlay.Collect writes and reads. The file may be missing; then there is
 // only more to read. It goes with the sandbox.
-func (s *Store) FileCachePath(sandbox string, n int) string {
-	return filepath.Join(s.cacheDir(), sandbox+"."+strconv.Itoa(n))
+func (d *dirs) FileCachePath(sandbox string, n int) string {
+	return filepath.Join(d.cacheDir(), sandbox+"."+strconv.Itoa(n))
 }
 
 // StagedImages returns the directory in which a restore lays out the process images of a sandbox for
 // the OCI runtime. It may not exist.
-func (s *Store) StagedImages(sandbox string) string { return filepath.Join(s.stagedDir(), sandbox) }
+func (d *dirs) StagedImages(sandbox string) string { return filepath.Join(d.stagedDir(), sandbox) }
 
 // Scratch makes a directory for temporary files. Files that a killed process leaves there are
 // swept.
-func (s *Store) Scratch() (string, error) { return os.MkdirTemp(s.cacheDir(), "tmp-") }
+func (d *dirs) Scratch() (string, error) { return os.MkdirTemp(d.cacheDir(), "tmp-") }
 
 // PullDir creates and returns the directory in which interrupted pulls leave what they
 // have fetched for the next attempt. Files not reused within an hour are swept.
-func (s *Store) PullDir() (string, error) {
-	dir := filepath.Join(s.cacheDir(), "tmp-pull")
+func (d *dirs) PullDir() (string, error) {
+	dir := filepath.Join(d.cacheDir(), "tmp-pull")
 	return dir, makeDir(dir)
 }
 
@@ -59,11 +59,11 @@ func (s *Store) sweepStaged(ctx context.Context) error {
 }
 
 // dropCaches removes the caches of a sandbox that is gone.
-func (s *Store) dropCaches(id string) {
+func (d *dirs) dropCaches(id string) {
 	if !isID(id) {
 		return
 	}
-	files, err := filepath.Glob(filepath.Join(s.cacheDir(), id+".*"))
+	files, err := filepath.Glob(filepath.Join(d.cacheDir(), id+".*"))
 	if err != nil {
 		return
 	}

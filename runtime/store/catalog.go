@@ -123,22 +123,6 @@ func (s *Store) loadCatalog(ctx context.Context) (*catalog, error) {
 	return c, nil
 }
 
-// query calls fn for each row. fn must not ask the database.
-func (s *Store) query(ctx context.Context, q string, args []any, fn func(*sql.Rows) error) error {
-	const what = "read the index"
-	rows, err := s.read.QueryContext(ctx, q, args...)
-	if err != nil {
-		return cancelled(ctx, dbError(what, err))
-	}
-	defer rows.Close()
-	for rows.Next() {
-		if err := fn(rows); err != nil {
-			return cancelled(ctx, dbError(what, err))
-		}
-	}
-	return cancelled(ctx, dbError(what, rows.Err()))
-}
-
 // bitset is a set of numbers.
 type bitset []uint64
 

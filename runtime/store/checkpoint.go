@@ -61,8 +61,8 @@ const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, err
 
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
-func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+
+func (r *records) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
+	rows, err := r.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+
 		", pulled, attached FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
@@ -109,7 +109,7 @@ func (s *Store) checkpoints(ctx context.Context, where string, args ...any) (lis
 }
 
 // Checkpoints lists them newest first, in the order they were begun.
-func (s *Store) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, error) {
+func (r *records) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, error) {
 	where, args := []string{"1"}, []any(nil)
 	if !f.All {
 		where = append(where, "status = 'ready'")
@@ -123,7 +123,7 @@ func (s *Store) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, error)
 	if f.Trigger != "" {
 		where, args = append(where, "trigger_name = ?"), append(args, f.Trigger)
 	}
-	list, err := s.checkpoints(ctx, "WHERE "+strings.Join(where, " AND ")+" ORDER BY seq DESC", args...)
+	list, err := r.checkpoints(ctx, "WHERE "+strings.Join(where, " AND ")+" ORDER BY seq DESC", args...)
 	if err != nil || len(f.Labels) == 0 {
 		return list, err
 	}
@@ -142,9 +142,9 @@ next:
 
 // NewestCheckpoints tells, by sandbox, when the newest ready checkpoint was taken
 // that is no undo one and was made here.
-func (s *Store) NewestCheckpoints(ctx context.Context) (map[string]time.Time, error) {
+func (r *records) NewestCheckpoints(ctx context.Context) (map[string]time.Time, error) {
 	newest := map[string]time.Time{}
-	err := s.query(ctx, `SELECT sandbox_id, max(created) FROM checkpoints
+	err := r.query(ctx, `SELECT sandbox_id, max(created) FROM checkpoints
 		WHERE status = 'ready' AND trigger_name <> 'undo' AND pulled = 0 GROUP BY sandbox_id`, nil,
 		func(row *sql.Rows) error {
 			var id string
@@ -162,11 +162,11 @@ type Fork struct{ ID, Name string }
 // Forks lists the forks of a sandbox by its checkpoints that they came from, as
 // far as they are there or have left checkpoints. Where that checkpoint is gone
 // it is the nearest one before it.
-func (s *Store) Forks(ctx context.Context, sandbox string) (map[string][]Fork, error) {
+func (r *records) Forks(ctx context.Context, sandbox string) (map[string][]Fork, error) {
 	forks := map[string][]Fork{}
 	// A fork without checkpoints has its head there, and later the first of
 	// its checkpoints has its parent there.
-	err := s.query(ctx, `SELECT at, id, coalesce((SELECT name FROM sandboxes WHERE sandboxes.id = found.id), min(name)) FROM (
+	err := r.query(ctx, `SELECT at, id, coalesce((SELECT name FROM sandboxes WHERE sandboxes.id = found.id), min(name)) FROM (
 		SELECT head AS at, id, name FROM sandboxes UNION ALL
 		SELECT parent, sandbox_id, sandbox_name FROM checkpoints WHERE status = 'ready') AS found
 		WHERE id <> ?1 AND at IN (SELECT id FROM checkpoints WHERE sandbox_id = ?1) GROUP BY at, id ORDER BY 3, id`,
@@ -182,8 +182,8 @@ func (s *Store) Forks(ctx context.Context, sandbox string) (map[string][]Fork, e
 
 // NewestOfName returns the newest ready checkpoint of a REMOVED sandbox of this name.
 // Unless foreign is set, a foreign one is returned only where there is no other.
-func (s *Store) NewestOfName(ctx context.Context, sandboxName string, foreign bool) (Checkpoint, error) {
-	list, err := s.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ?1 AND sandbox_id NOT IN (SELECT id FROM sandboxes)
+func (r *records) NewestOfName(ctx context.Context, sandboxName string, foreign bool) (Checkpoint, error) {
+	list, err := r.checkpoints(ctx, `WHERE status = 'ready' AND sandbox_name = ?1 AND sandbox_id NOT IN (SELECT id FROM sandboxes)
 		ORDER BY pulled > ?2, trigger_name = 'undo', seq DESC LIMIT 1`, sandboxName, foreign)
 	if err != nil {
 		return Checkpoint{}, err
@@ -199,7 +199,7 @@ func (s *Store) NewestOfName(ctx context.Context, sandboxName string, foreign bo
 // a unique prefix of its id, in this order. Names and tags lead to ready ones
 // only; ids lead to failed ones too.
 // SANDBOX is a name, an id or a prefix, of a removed sandbox too.
-func (s *Store) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) {
+func (r *records) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) {
 	sandbox, name, scoped := strings.Cut(ref, "@")
 	var list []Checkpoint
 	var err error
@@ -207,11 +207,11 @@ func (s *Store) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) 
 	case ref == "" || scoped && (sandbox == "" || name == ""):
 		return Checkpoint{}, fmt.Errorf("checkpoint %q: give an id, a name or SANDBOX@NAME: %w", ref, fault.ErrInvalid)
 	case scoped:
-		return s.scoped(ctx, ref, sandbox, name)
+		return r.scoped(ctx, ref, sandbox, name)
 	case isID(ref):
-		list, err = s.checkpoints(ctx, "WHERE id = ?", ref)
+		list, err = r.checkpoints(ctx, "WHERE id = ?", ref)
 	default:
-		list, err = s.named(ctx, ref, "?2", true)
+		list, err = r.named(ctx, ref, "?2", true)
 	}
 	if err != nil {
 		return Checkpoint{}, err
@@ -220,11 +220,11 @@ func (s *Store) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) 
 }
 
 // scoped looks among the checkpoints of a living sandbox first, then of removed ones.
-func (s *Store) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoint, error) {
-	b, err := s.Sandbox(ctx, sandbox)
+func (r *records) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoint, error) {
+	b, err := r.Sandbox(ctx, sandbox)
 	switch {
 	case err == nil:
-		list, err := s.named(ctx, name, "sandbox_id = ?2", b.ID)
+		list, err := r.named(ctx, name, "sandbox_id = ?2", b.ID)
 		if err != nil || len(list) > 0 {
 			return first(ref, list, err)
 		}
@@ -232,25 +232,25 @@ func (s *Store) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoi
 		return Checkpoint{}, err
 	}
 	const removed = " AND sandbox_id NOT IN (SELECT id FROM sandboxes)"
-	list, err := s.named(ctx, name, "sandbox_name = ?2"+removed, sandbox)
+	list, err := r.named(ctx, name, "sandbox_name = ?2"+removed, sandbox)
 	if err == nil && len(list) == 0 && isPrefix(sandbox) {
-		list, err = s.named(ctx, name, "sandbox_id >= ?2 AND sandbox_id < ?2 || 'g'"+removed, sandbox)
+		list, err = r.named(ctx, name, "sandbox_id >= ?2 AND sandbox_id < ?2 || 'g'"+removed, sandbox)
 	}
 	return first(ref, list, err)
 }
 
 // named finds a name, else a tag, else a prefix of an id, among the checkpoints that a
 // condition over ?2 selects.
-func (s *Store) named(ctx context.Context, name, where string, arg any) ([]Checkpoint, error) {
-	list, err := s.checkpoints(ctx, "WHERE name = ?1 AND status = 'ready' AND "+where+
+func (r *records) named(ctx context.Context, name, where string, arg any) ([]Checkpoint, error) {
+	list, err := r.checkpoints(ctx, "WHERE name = ?1 AND status = 'ready' AND "+where+
 		" ORDER BY seq DESC LIMIT 11", name, arg)
 	if err == nil && len(list) == 0 {
-		list, err = s.checkpoints(ctx,
+		list, err = r.checkpoints(ctx,
 			"WHERE id IN (SELECT checkpoint_id FROM tags WHERE tag = ?1) AND status = 'ready' AND "+where+
 				" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
 	if err == nil && len(list) == 0 && isPrefix(name) {
-		list, err = s.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+
+		list, err = r.checkpoints(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' AND "+where+
 			" ORDER BY seq DESC LIMIT 11", name, arg)
 	}
 	return list, err
@@ -283,8 +283,8 @@ func only(ref string, list []Checkpoint) (Checkpoint, error) {
 
 // SetFrozen records how long the sandbox stood still for a checkpoint, which
 // is only known once it runs again, after Commit.
-func (s *Store) SetFrozen(ctx context.Context, id string, d time.Duration) error {
-	return s.lazily(ctx, "set frozen", func(tx *sql.Tx) error {
+func (r *records) SetFrozen(ctx context.Context, id string, d time.Duration) error {
+	return r.lazily(ctx, "set frozen", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE checkpoints SET frozen = ? WHERE id = ?", int64(d), id)
 		if err != nil {
 			return err
@@ -297,11 +297,11 @@ func (s *Store) SetFrozen(ctx context.Context, id string, d time.Duration) error
 }
 
 // setFailed turns a row, whatever its state, into a failed one.
-func (s *Store) setFailed(ctx context.Context, id, reason string) error {
+func (r *records) setFailed(ctx context.Context, id, reason string) error {
 	if len(reason) > maxError {
 		reason = reason[:maxError]
 	}
-	return s.release(ctx, "record the failure", func(tx *sql.Tx) error {
+	return r.release(ctx, "record the failure", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx,
 			"UPDATE checkpoints SET status = 'failed', error = ?, digest = '', bytes = 0 WHERE id = ?",
 			strings.ToValidUTF8(reason, "?"), id)

@@ -111,7 +111,7 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 		return nil, err
 	}
 	d := &Draft{
-		s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s), trees: map[int]Tree{},
+		s: s, row: c, dir: s.draftDir(c.ID), lock: lock, x: newIndex(s.packs), trees: map[int]Tree{},
 		lines: map[int][]overlay.Chunk{},
 	}
 	d.pack, err = pack.Create(s.packsDir())
@@ -221,20 +221,20 @@ func (d *Draft) Abort(ctx context.Context, cause error, keep ...string) error {
 }
 
 // discard removes the files of a checkpoint that is no longer, or not yet, one.
-func (s *Store) discard(id string) error {
-	gone := s.removedDir(id)
-	if there, err := exists(s.published(id)); err != nil {
+func (d *dirs) discard(id string) error {
+	gone := d.removedDir(id)
+	if there, err := exists(d.published(id)); err != nil {
 		return err
 	} else if there {
 		// Files that readers may see go in one step.
 		if err := os.RemoveAll(gone); err != nil {
 			return err
 		}
-		if err := os.Rename(s.published(id), gone); err != nil && !errors.Is(err, os.ErrNotExist) {
+		if err := os.Rename(d.published(id), gone); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return err
 		}
 	}
-	return errors.Join(os.RemoveAll(s.draftDir(id)), os.RemoveAll(gone), fsx.SyncDir(s.checkpointsDir()))
+	return errors.Join(os.RemoveAll(d.draftDir(id)), os.RemoveAll(gone), fsx.SyncDir(d.checkpointsDir()))
 }
 
 // readLogs reads the ends of log files. Nothing in a draft is a reason to
@@ -270,11 +270,11 @@ func (d *Draft) readLogs(keep []string) map[string][]byte {
 }
 
 // keepLogs stores logs of a failure and removes the oldest ones.
-func (s *Store) keepLogs(id string, logs map[string][]byte) error {
+func (d *dirs) keepLogs(id string, logs map[string][]byte) error {
 	if len(logs) == 0 {
 		return nil
 	}
-	dir := filepath.Join(s.failedDir(), id)
+	dir := filepath.Join(d.failedDir(), id)
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return err
 	}
@@ -282,11 +282,11 @@ func (s *Store) keepLogs(id string, logs map[string][]byte) error {
 	for name, b := range logs {
 		errs = append(errs, os.WriteFile(filepath.Join(dir, name), b, 0o600))
 	}
-	return errors.Join(append(errs, s.pruneLogs())...)
+	return errors.Join(append(errs, d.pruneLogs())...)
 }
 
-func (s *Store) pruneLogs() error {
-	entries, err := os.ReadDir(s.failedDir())
+func (d *dirs) pruneLogs() error {
+	entries, err := os.ReadDir(d.failedDir())
 	if err != nil {
 		return err
 	}
@@ -303,7 +303,7 @@ func (s *Store) pruneLogs() error {
 	sort.Slice(list, func(i, j int) bool { return list[i].time.After(list[j].time) })
 	var errs []error
 	for i := keptFailures; i < len(list); i++ {
-		errs = append(errs, os.RemoveAll(filepath.Join(s.failedDir(), list[i].name)))
+		errs = append(errs, os.RemoveAll(filepath.Join(d.failedDir(), list[i].name)))
 	}
 	return errors.Join(errs...)
 }
@@ -321,4 +321,4 @@ func keptName(path string) string { return strings.ReplaceAll(filepath.Clean(pat
 
 // FailedDir returns the directory in which Abort keeps the logs of a failed checkpoint; it may not
 // exist.
-func (s *Store) FailedDir(id string) string { return filepath.Join(s.failedDir(), id) }
+func (d *dirs) FailedDir(id string) string { return filepath.Join(d.failedDir(), id) }

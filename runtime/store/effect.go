@@ -26,11 +26,11 @@ type Effect struct {
 }
 
 // PutEffect adds an entry. It is durable when PutEffect returns.
-func (s *Store) PutEffect(ctx context.Context, e Effect) error {
+func (r *records) PutEffect(ctx context.Context, e Effect) error {
 	if err := errors.Join(checkID("effect", e.ID), checkID("sandbox", e.Sandbox), validSpec(e.Data)); err != nil {
 		return err
 	}
-	return s.write(ctx, "add an effect", func(tx *sql.Tx) error {
+	return r.write(ctx, "add an effect", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx,
 			"INSERT INTO effects (id, sandbox_id, head, status, created, data) VALUES (?,?,?,?,?,?)",
 			e.ID, e.Sandbox, e.Head, e.Status, e.Created.UnixNano(), string(e.Data))
@@ -39,11 +39,11 @@ func (s *Store) PutEffect(ctx context.Context, e Effect) error {
 }
 
 // SetEffect changes the status and the data of an entry, durably.
-func (s *Store) SetEffect(ctx context.Context, id, status string, data json.RawMessage) error {
+func (r *records) SetEffect(ctx context.Context, id, status string, data json.RawMessage) error {
 	if err := validSpec(data); err != nil {
 		return err
 	}
-	return s.release(ctx, "change an effect", func(tx *sql.Tx) error {
+	return r.release(ctx, "change an effect", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE effects SET status = ?, data = ? WHERE id = ?",
 			status, string(data), id)
 		if err != nil {
@@ -57,8 +57,8 @@ func (s *Store) SetEffect(ctx context.Context, id, status string, data json.RawM
 }
 
 // Effects lists the ledger of a sandbox, oldest first.
-func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err error) {
-	rows, err := s.read.QueryContext(ctx,
+func (r *records) Effects(ctx context.Context, sandbox string) (list []Effect, err error) {
+	rows, err := r.read.QueryContext(ctx,
 		"SELECT seq, id, sandbox_id, head, status, created, data FROM effects WHERE sandbox_id = ? ORDER BY seq",
 		sandbox)
 	if err != nil {
@@ -85,8 +85,8 @@ func (s *Store) Effects(ctx context.Context, sandbox string) (list []Effect, err
 }
 
 // NewestEffect returns the id of the newest effect of a sandbox, or "" if there is none.
-func (s *Store) NewestEffect(ctx context.Context, sandbox string) (id string, err error) {
-	err = s.read.QueryRowContext(ctx,
+func (r *records) NewestEffect(ctx context.Context, sandbox string) (id string, err error) {
+	err = r.read.QueryRowContext(ctx,
 		"SELECT id FROM effects WHERE sandbox_id = ? ORDER BY seq DESC LIMIT 1", sandbox).Scan(&id)
 	if errors.Is(err, sql.ErrNoRows) {
 		return "", nil

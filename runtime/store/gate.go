@@ -21,8 +21,8 @@ const (
 
 // pass waits while a process that wants the store exclusively keeps newcomers out, for
 // at most 2*gateHold.
-func (s *Store) pass(ctx context.Context) error {
-	g, err := s.flockAs(ctx, gateLock, "pass", 2*gateHold, flock.Shared)
+func (k *locks) pass(ctx context.Context) error {
+	g, err := k.flockAs(ctx, gateLock, "pass", 2*gateHold, flock.Shared)
 	if errors.Is(err, fault.ErrBusy) {
 		return nil
 	}
@@ -34,17 +34,17 @@ func (s *Store) pass(ctx context.Context) error {
 
 // alone is exclude with a chance of success while drafts follow each other. The holder
 // may remove chunks, so the index caches are dropped.
-func (s *Store) alone(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
+func (k *locks) alone(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
 	deadline := time.Now().Add(wait)
 	for {
-		g, err := s.flock(ctx, gateLock, verb, max(0, time.Until(deadline)))
+		g, err := k.flock(ctx, gateLock, verb, max(0, time.Until(deadline)))
 		if err != nil {
 			return nil, err
 		}
-		l, err := s.exclude(ctx, verb, min(gateHold, max(0, time.Until(deadline))))
+		l, err := k.exclude(ctx, verb, min(gateHold, max(0, time.Until(deadline))))
 		g.Unlock()
 		if err == nil {
-			if err = s.dropIndexCaches(); err != nil {
+			if err = k.dropIndexCaches(); err != nil {
 				l.Unlock()
 				return nil, err
 			}

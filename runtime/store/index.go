@@ -34,15 +34,21 @@ const (
 	rowBatch    = 128 // rows in one insert
 )
 
+// packs are the files that chunks are in, and the rows of the database that say where.
+type packs struct {
+	*database
+	find *sql.Stmt // asks for one chunk
+}
+
 // prepare compiles the query that is asked once per chunk.
-func (s *Store) prepare(ctx context.Context) (err error) {
-	s.find, err = s.read.PrepareContext(ctx, "SELECT "+findColumns+" FROM blobs WHERE id = ?")
+func (x *packs) prepare(ctx context.Context) (err error) {
+	x.find, err = x.read.PrepareContext(ctx, "SELECT "+findColumns+" FROM blobs WHERE id = ?")
 	return cancelled(ctx, dbError("open", err))
 }
 
 // locate finds one chunk; not there is not an error.
-func (s *Store) locate(ctx context.Context, id pack.ID) (p place, ok bool, err error) {
-	err = p.scan(s.find.QueryRowContext(ctx, id[:]))
+func (x *packs) locate(ctx context.Context, id pack.ID) (p place, ok bool, err error) {
+	err = p.scan(x.find.QueryRowContext(ctx, id[:]))
 	switch {
 	case errors.Is(err, sql.ErrNoRows):
 		return place{}, false, nil
@@ -66,22 +72,22 @@ func (p *place) scan(row interface{ Scan(...any) error }) error {
 
 // locateAll looks up many chunks, best sorted, and calls fn for each that exists. fn must not query
 // the database.
-func (s *Store) locateAll(ctx context.Context, ids []pack.ID, fn func(place) error) error {
+func (x *packs) locateAll(ctx context.Context, ids []pack.ID, fn func(place) error) error {
 	for part := range slices.Chunk(ids, findBatch) {
-		if err := s.locatePart(ctx, part, fn); err != nil {
+		if err := x.locatePart(ctx, part, fn); err != nil {
 			return cancelled(ctx, dbError("find pieces", err))
 		}
 	}
 	return nil
 }
 
-func (s *Store) locatePart(ctx context.Context, ids []pack.ID, fn func(place) error) error {
+func (x *packs) locatePart(ctx context.Context, ids []pack.ID, fn func(place) error) error {
 	args := make([]any, len(ids))
 	for i := range ids {
 		args[i] = ids[i][:]
 	}
 	q := "SELECT " + findColumns + " FROM blobs WHERE id IN (?" + strings.Repeat(",?", len(ids)-1) + ")"
-	rows, err := s.read.QueryContext(ctx, q, args...)
+	rows, err := x.read.QueryContext(ctx, q, args...)
 	if err != nil {
 		return err
 	}
@@ -99,7 +105,7 @@ func (s *Store) locatePart(ctx context.Context, ids []pack.ID, fn func(place) er
 }
 
 // locateKeys finds all chunks of which the keys in a sketch are given.
-func (s *Store) locateKeys(ctx context.Context, keys []uint64) (list []place, err error) {
+func (x *packs) locateKeys(ctx context.Context, keys []uint64) (list []place, err error) {
 	for part := range slices.Chunk(keys, findBatch) {
 		args := make([]any, 0, 2*len(part))
 		for _, key := range part {
@@ -111,7 +117,7 @@ func (s *Store) locateKeys(ctx context.Context, keys []uint64) (list []place, er
 		}
 		q := "WITH keys (a, b) AS (VALUES (?,?)" + strings.Repeat(",(?,?)", len(part)-1) + ") SELECT " + findColumns +
 			" FROM keys CROSS JOIN blobs ON id BETWEEN a AND b"
-		err := s.query(ctx, q, args, func(rows *sql.Rows) error {
+		err := x.query(ctx, q, args, func(rows *sql.Rows) error {
 			var p place
 			err := p.scan(rows)
 			list = append(list, p)
@@ -131,8 +137,8 @@ type packRow struct {
 	bytes int64
 }
 
-func (s *Store) packRow(ctx context.Context, num int64) (p packRow, err error) {
-	err = s.read.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?",
+func (x *packs) packRow(ctx context.Context, num int64) (p packRow, err error) {
+	err = x.read.QueryRowContext(ctx, "SELECT num, name, bytes FROM packs WHERE num = ?",
 		num).Scan(&p.num, &p.name, &p.bytes)
 	if errors.Is(err, sql.ErrNoRows) {
 		return packRow{}, fmt.Errorf("the index names a pack, %d, that it does not have: %w", num, fault.ErrCorrupt)
@@ -145,14 +151,14 @@ func (s *Store) packRow(ctx context.Context, num int64) (p packRow, err error) {
 
 // packRows is packRow for many at once, best sorted, without those that packRow
 // has an error for.
-func (s *Store) packRows(ctx context.Context, nums []int64, fn func(packRow) error) error {
+func (x *packs) packRows(ctx context.Context, nums []int64, fn func(packRow) error) error {
 	for part := range slices.Chunk(nums, findBatch) {
 		args := make([]any, len(part))
 		for i, n := range part {
 			args[i] = n
 		}
 		q := "SELECT num, name, bytes FROM packs WHERE num IN (?" + strings.Repeat(",?", len(part)-1) + ")"
-		err := s.query(ctx, q, args, func(rows *sql.Rows) error {
+		err := x.query(ctx, q, args, func(rows *sql.Rows) error {
 			var p packRow
 			if err := rows.Scan(&p.num, &p.name, &p.bytes); err != nil || !validPackName(p.name) {
 				return err
@@ -173,8 +179,8 @@ func validPackName(name string) bool { return len(name) == 64 && isHex(name) }
 // addPack records a pack, which is durable under its name, and its chunks. A chunk that some
 // pack has already stays there, unless that pack is among lost. It returns the number of the
 // pack, or 0 if it does not have all of these chunks.
-func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) (int64, error) {
-	path := pack.Path(s.packsDir(), info.Name)
+func (x *packs) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []int64) (int64, error) {
+	path := pack.Path(x.packsDir(), info.Name)
 	// A commit is undone, pack included, within a transaction, so a pack that exists now
 	// stays.
 	var st unix.Stat_t
@@ -238,14 +244,14 @@ func (s *Store) addPack(ctx context.Context, tx *sql.Tx, info pack.Info, lost []
 
 // dropPack undoes the publication of a pack unless it has been recorded: equal chunks in
 // equal order make the same pack, so another commit may have recorded it.
-func (s *Store) dropPack(ctx context.Context, name string) error {
-	return s.release(ctx, "remove a pack", func(tx *sql.Tx) error {
+func (x *packs) dropPack(ctx context.Context, name string) error {
+	return x.release(ctx, "remove a pack", func(tx *sql.Tx) error {
 		var n int
 		if err := tx.QueryRowContext(ctx, "SELECT count(*) FROM packs WHERE name = ?",
 			name).Scan(&n); err != nil || n > 0 {
 			return err
 		}
-		if err := os.Remove(pack.Path(s.packsDir(), name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		if err := os.Remove(pack.Path(x.packsDir(), name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 			return err
 		}
 		return nil
@@ -253,8 +259,8 @@ func (s *Store) dropPack(ctx context.Context, name string) error {
 }
 
 // packFiles calls fn for the name of every pack that lies there, recorded or not.
-func (s *Store) packFiles(fn func(name string) error) error {
-	dirs, err := os.ReadDir(s.packsDir())
+func (x *packs) packFiles(fn func(name string) error) error {
+	dirs, err := os.ReadDir(x.packsDir())
 	if err != nil {
 		return err
 	}
@@ -262,7 +268,7 @@ func (s *Store) packFiles(fn func(name string) error) error {
 		if !d.IsDir() || len(d.Name()) != 2 || !isHex(d.Name()) {
 			continue
 		}
-		entries, err := os.ReadDir(s.packsDir() + "/" + d.Name())
+		entries, err := os.ReadDir(x.packsDir() + "/" + d.Name())
 		if err != nil {
 			return err
 		}
@@ -279,14 +285,14 @@ func (s *Store) packFiles(fn func(name string) error) error {
 }
 
 // strayPacks lists the packs that lie there and are not recorded.
-func (s *Store) strayPacks(ctx context.Context) (stray []string, err error) {
+func (x *packs) strayPacks(ctx context.Context) (stray []string, err error) {
 	// Files first: a pack gets its row after its name.
 	var names []string
-	if err := s.packFiles(func(name string) error { names = append(names, name); return nil }); err != nil {
+	if err := x.packFiles(func(name string) error { names = append(names, name); return nil }); err != nil {
 		return nil, err
 	}
 	known := map[string]bool{}
-	rows, err := s.read.QueryContext(ctx, "SELECT name FROM packs")
+	rows, err := x.read.QueryContext(ctx, "SELECT name FROM packs")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("list packs", err))
 	}
@@ -312,7 +318,7 @@ func (s *Store) strayPacks(ctx context.Context) (stray []string, err error) {
 // index is the view that one draft or reader has of the index. The store's lock,
 // which it holds, keeps the packs where they are, so what it learned stays true.
 type index struct {
-	s  *Store
+	s  *packs
 	mu sync.Mutex
 	// whole reports for each pack that was looked up whether its file is there in full
 	// length. Chunks of a pack whose file is not count as missing.
@@ -320,7 +326,7 @@ type index struct {
 	packs map[int64]packRow
 }
 
-func newIndex(s *Store) *index {
+func newIndex(s *packs) *index {
 	return &index{s: s, whole: map[int64]bool{}, packs: map[int64]packRow{}}
 }
 

@@ -56,19 +56,19 @@ const (
 	maxIndexCache = 16 << 10
 )
 
-func (s *Store) indexCachePath(sandbox string) string {
-	return filepath.Join(s.cacheDir(), sandbox+indexCacheSuffix)
+func (d *dirs) indexCachePath(sandbox string) string {
+	return filepath.Join(d.cacheDir(), sandbox+indexCacheSuffix)
 }
 
 // dropIndexCaches removes all index caches durably.
-func (s *Store) dropIndexCaches() error {
+func (d *dirs) dropIndexCaches() error {
 	dropped := false
 	// First those about to be written, which are renamed to the others; and again, for a commit
 	// that read one of the others meanwhile.
 	for _, suffix := range []string{
 		indexCacheSuffix + indexCacheNew, indexCacheSuffix, indexCacheSuffix + indexCacheNew,
 	} {
-		files, err := filepath.Glob(filepath.Join(s.cacheDir(), "*"+suffix))
+		files, err := filepath.Glob(filepath.Join(d.cacheDir(), "*"+suffix))
 		if err != nil {
 			return err
 		}
@@ -82,7 +82,7 @@ func (s *Store) dropIndexCaches() error {
 	if !dropped {
 		return nil
 	}
-	return fsx.SyncDir(s.cacheDir())
+	return fsx.SyncDir(d.cacheDir())
 }
 
 // errIndexCache: the index cache is wrong or incomplete, or differs by more than the sketch can give.

@@ -31,7 +31,7 @@ type Intent struct {
 }
 
 // Begin records an intent; unless that is Lazy, it is durable when Begin returns.
-func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
+func (r *records) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 	if in.Op == "" {
 		return 0, fmt.Errorf("an intent names its verb: %w", fault.ErrInvalid)
 	}
@@ -47,9 +47,9 @@ func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 	if err := failpoint.Hit("store.journal.before-begin"); err != nil {
 		return 0, err
 	}
-	write := s.write
+	write := r.write
 	if in.Lazy {
-		write = s.lazily
+		write = r.lazily
 	}
 	err = write(ctx, "journal", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx,
@@ -68,13 +68,13 @@ func (s *Store) Begin(ctx context.Context, in Intent) (seq int64, err error) {
 }
 
 // Update replaces an intent's data; lazy is as in Intent.
-func (s *Store) Update(ctx context.Context, seq int64, data json.RawMessage, lazy bool) error {
+func (r *records) Update(ctx context.Context, seq int64, data json.RawMessage, lazy bool) error {
 	if err := validSpec(data); err != nil {
 		return err
 	}
-	write := s.write
+	write := r.write
 	if lazy {
-		write = s.lazily
+		write = r.lazily
 	}
 	return write(ctx, "journal", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE journal SET data = ? WHERE seq = ?", string(data), seq)
@@ -89,11 +89,11 @@ func (s *Store) Update(ctx context.Context, seq int64, data json.RawMessage, laz
 }
 
 // Done strikes an intent out. Idempotent.
-func (s *Store) Done(ctx context.Context, seq int64) error {
+func (r *records) Done(ctx context.Context, seq int64) error {
 	if err := failpoint.Hit("store.journal.before-done"); err != nil {
 		return err
 	}
-	return s.release(ctx, "journal", func(tx *sql.Tx) error {
+	return r.release(ctx, "journal", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "DELETE FROM journal WHERE seq = ?", seq)
 		return err
 	})
@@ -101,8 +101,8 @@ func (s *Store) Done(ctx context.Context, seq int64) error {
 
 // Intents lists verbs that are under way or were interrupted, oldest first. The sandbox's lock
 // shows whether a process still works on one.
-func (s *Store) Intents(ctx context.Context) (list []Intent, err error) {
-	rows, err := s.read.QueryContext(ctx,
+func (r *records) Intents(ctx context.Context) (list []Intent, err error) {
+	rows, err := r.read.QueryContext(ctx,
 		"SELECT seq, op, sandbox, checkpoint, data, pid, started FROM journal ORDER BY seq")
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read the journal", err))

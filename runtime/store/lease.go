@@ -41,7 +41,7 @@ type LeaseMembers struct {
 const leaseColumns = "id, name, state, data, created"
 
 // PutLease adds an active lease. A name that another has is ErrExists.
-func (s *Store) PutLease(ctx context.Context, l Lease) error {
+func (r *records) PutLease(ctx context.Context, l Lease) error {
 	if err := errors.Join(checkID("lease", l.ID), validSpec(l.Data)); err != nil {
 		return err
 	}
@@ -50,7 +50,7 @@ func (s *Store) PutLease(ctx context.Context, l Lease) error {
 			return err
 		}
 	}
-	return s.write(ctx, "add a lease", func(tx *sql.Tx) error {
+	return r.write(ctx, "add a lease", func(tx *sql.Tx) error {
 		var id string
 		err := tx.QueryRowContext(ctx,
 			"SELECT id FROM leases WHERE name = ? AND name <> '' AND state <> 'ended'", l.Name).Scan(&id)
@@ -68,13 +68,13 @@ func (s *Store) PutLease(ctx context.Context, l Lease) error {
 
 // Lease finds one by the name of one that has not ended, by exact id, by a unique
 // prefix of an id, or by the name that the newest ended one had, in this order.
-func (s *Store) Lease(ctx context.Context, ref string) (Lease, error) {
+func (r *records) Lease(ctx context.Context, ref string) (Lease, error) {
 	if ref == "" {
 		return Lease{}, fmt.Errorf("no lease named: %w", fault.ErrInvalid)
 	}
-	found, err := s.leases(ctx, "WHERE name = ?1 AND state <> 'ended' OR id = ?1 ORDER BY name = ?1 DESC", ref)
+	found, err := r.leases(ctx, "WHERE name = ?1 AND state <> 'ended' OR id = ?1 ORDER BY name = ?1 DESC", ref)
 	if err == nil && len(found) == 0 && isPrefix(ref) {
-		found, err = s.leases(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
+		found, err = r.leases(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
 		if len(found) > 1 {
 			var which []string
 			for _, l := range found {
@@ -84,7 +84,7 @@ func (s *Store) Lease(ctx context.Context, ref string) (Lease, error) {
 		}
 	}
 	if err == nil && len(found) == 0 {
-		found, err = s.leases(ctx, "WHERE name = ? ORDER BY seq DESC LIMIT 1", ref)
+		found, err = r.leases(ctx, "WHERE name = ? ORDER BY seq DESC LIMIT 1", ref)
 	}
 	if err != nil {
 		return Lease{}, err
@@ -96,16 +96,16 @@ func (s *Store) Lease(ctx context.Context, ref string) (Lease, error) {
 }
 
 // Leases lists those that have not ended, or all, newest first.
-func (s *Store) Leases(ctx context.Context, all bool) ([]Lease, error) {
+func (r *records) Leases(ctx context.Context, all bool) ([]Lease, error) {
 	where := "WHERE state <> 'ended' "
 	if all {
 		where = ""
 	}
-	return s.leases(ctx, where+"ORDER BY seq DESC")
+	return r.leases(ctx, where+"ORDER BY seq DESC")
 }
 
-func (s *Store) leases(ctx context.Context, where string, args ...any) (list []Lease, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT "+leaseColumns+" FROM leases "+where, args...)
+func (r *records) leases(ctx context.Context, where string, args ...any) (list []Lease, err error) {
+	rows, err := r.read.QueryContext(ctx, "SELECT "+leaseColumns+" FROM leases "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read leases", err))
 	}
@@ -132,10 +132,10 @@ func (s *Store) leases(ctx context.Context, where string, args ...any) (list []L
 // ChangeLease lets fn read a lease and change its state and data in one transaction. An
 // error from fn leaves the lease as it was. Set lazy for a change that need not survive
 // a power failure.
-func (s *Store) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*Lease) error) error {
-	write := s.release
+func (r *records) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*Lease) error) error {
+	write := r.release
 	if lazy {
-		write = s.lazily
+		write = r.lazily
 	}
 	return write(ctx, "change a lease", func(tx *sql.Tx) error {
 		var l Lease
@@ -173,11 +173,11 @@ func (s *Store) ChangeLease(ctx context.Context, id string, lazy bool, fn func(*
 }
 
 // LeaseMembers returns the current members of a lease.
-func (s *Store) LeaseMembers(ctx context.Context, id string) (m LeaseMembers, err error) {
-	if m.Sandboxes, err = s.sandboxes(ctx, "WHERE lease = ? ORDER BY seq", id); err != nil {
+func (r *records) LeaseMembers(ctx context.Context, id string) (m LeaseMembers, err error) {
+	if m.Sandboxes, err = r.sandboxes(ctx, "WHERE lease = ? ORDER BY seq", id); err != nil {
 		return m, err
 	}
-	m.Checkpoints, err = s.checkpoints(ctx, "WHERE lease = ? ORDER BY seq", id)
+	m.Checkpoints, err = r.checkpoints(ctx, "WHERE lease = ? ORDER BY seq", id)
 	return m, err
 }
 

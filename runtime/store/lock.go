@@ -47,39 +47,44 @@ type holder struct {
 	Since time.Time `json:"since"`
 }
 
+// locks are the locks of sandboxes and of the store.
+type locks struct {
+	*records
+}
+
 // Lock takes the lock named id, usually a sandbox's id, for a verb. If the lock is held,
 // Lock waits for at most wait (negative: until ctx ends), then returns ErrBusy with the
 // holder in the text.
-func (s *Store) Lock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
+func (k *locks) Lock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
 	if err := plainName(id); err != nil {
 		return nil, err
 	}
-	return s.flock(ctx, id, verb, wait)
+	return k.flock(ctx, id, verb, wait)
 }
 
 // share takes the store's lock with others; nothing that is in a pack goes
 // away until it is let go. Every call is a holder of its own, in one process too.
-func (s *Store) share(ctx context.Context, verb string) (*Lock, error) {
-	if err := s.pass(ctx); err != nil {
+func (k *locks) share(ctx context.Context, verb string) (*Lock, error) {
+	if err := k.pass(ctx); err != nil {
 		return nil, err
 	}
-	return s.flockAs(ctx, storeLock, verb, storeWait, flock.Shared)
+	return k.flockAs(ctx, storeLock, verb, storeWait, flock.Shared)
 }
 
 // exclude takes the store's lock exclusively: no process drafts or reads meanwhile.
-func (s *Store) exclude(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
-	return s.flockAs(ctx, storeLock, verb, wait, 0)
+func (k *locks) exclude(ctx context.Context, verb string, wait time.Duration) (*Lock, error) {
+	return k.flockAs(ctx, storeLock, verb, wait, 0)
 }
 
-func (s *Store) flock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
-	return s.flockAs(ctx, id, verb, wait, 0)
+func (k *locks) flock(ctx context.Context, id, verb string, wait time.Duration) (*Lock, error) {
+	return k.flockAs(ctx, id, verb, wait, 0)
 }
 
-func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration, how flock.How) (*Lock, error) {
+func (k *locks) flockAs(ctx context.Context, id, verb string, wait time.Duration, how flock.How) (*Lock, error) {
 	if wait >= 0 {
 		wait = max(wait, forkWindow)
 	}
-	path := filepath.Join(s.locksDir(), id)
+	path := filepath.Join(k.locksDir(), id)
 	deadline := time.Now().Add(wait)
 	pause := time.Millisecond
 	for {
@@ -103,7 +108,7 @@ func (s *Store) flockAs(ctx context.Context, id, verb string, wait time.Duration
 		}
 		left := time.Until(deadline)
 		if wait >= 0 && left <= 0 {
-			return nil, s.busy(ctx, id, path)
+			return nil, k.busy(ctx, id, path)
 		}
 		if wait >= 0 && left < pause {
 			pause = left
@@ -139,29 +144,29 @@ func (l *Lock) sign(verb string) error {
 // dropLocks removes the lock files of a sandbox that is gone. A process waiting for one
 // notices that the file lost its name and starts over; the next taker may hold a new one
 // at once, so nothing of the sandbox may be touched after this.
-func (s *Store) dropLocks(id string) {
+func (k *locks) dropLocks(id string) {
 	if !isID(id) {
 		return
 	}
-	files, err := filepath.Glob(filepath.Join(s.locksDir(), id+".*"))
+	files, err := filepath.Glob(filepath.Join(k.locksDir(), id+".*"))
 	if err != nil {
 		return
 	}
-	for _, f := range append(files, filepath.Join(s.locksDir(), id)) {
+	for _, f := range append(files, filepath.Join(k.locksDir(), id)) {
 		_ = os.Remove(f) // what stays is swept later
 	}
 }
 
 // LockPath is the file of a lock.
-func (s *Store) LockPath(id string) string { return filepath.Join(s.locksDir(), id) }
+func (d *dirs) LockPath(id string) string { return filepath.Join(d.locksDir(), id) }
 
 // Holder returns the verb for which a lock was last taken, or "" if that is unknown. The
 // lock may have been released since.
-func (s *Store) Holder(id string) string {
+func (k *locks) Holder(id string) string {
 	if plainName(id) != nil {
 		return ""
 	}
-	return readHolder(filepath.Join(s.locksDir(), id)).Verb
+	return readHolder(filepath.Join(k.locksDir(), id)).Verb
 }
 
 // readHolder reads a lock file. It may be empty or half-written in the instant
@@ -179,10 +184,10 @@ func readHolder(path string) (h holder) {
 }
 
 // busy returns an ErrBusy that names the holder of the lock, if it is known.
-func (s *Store) busy(ctx context.Context, id, path string) error {
+func (k *locks) busy(ctx context.Context, id, path string) error {
 	what := "sandbox " + id
-	if isID(id) && s.read != nil {
-		if b, err := s.Sandbox(ctx, id); err == nil {
+	if isID(id) && k.read != nil {
+		if b, err := k.Sandbox(ctx, id); err == nil {
 			what = "sandbox " + b.Name
 		}
 	} else if id == openLock {

@@ -45,11 +45,11 @@ func setOrigin(f *os.File, origin string) error {
 
 // Origin returns, of a foreign checkpoint, the digest of the manifest that it came with.
 // It is empty if that is not known, and "here" if the checkpoint was made on this root.
-func (s *Store) Origin(id string) (string, error) {
+func (d *dirs) Origin(id string) (string, error) {
 	if err := checkID("checkpoint", id); err != nil {
 		return "", err
 	}
-	path := filepath.Join(s.published(id), ManifestName)
+	path := filepath.Join(d.published(id), ManifestName)
 	value := make([]byte, 128)
 	n, err := unix.Lgetxattr(path, originAttr, value)
 	switch {

@@ -120,7 +120,7 @@ func (s *Store) openPublished(id string) (*Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := s.newReader(m, data, newChunks(newIndex(s)))
+	r := s.newReader(m, data, newChunks(newIndex(s.packs)))
 	for _, name := range names {
 		if name != ManifestName {
 			r.surplus = name

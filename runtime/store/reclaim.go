@@ -117,13 +117,13 @@ func (s *Store) Reclaim(ctx context.Context, o ReclaimOptions) (Reclaimed, error
 
 // Removed returns how many bytes the checkpoints had brought that were removed
 // since the last Reclaim: at most so much of what the packs have can be waste.
-func (s *Store) Removed(ctx context.Context) (n int64, err error) {
-	err = s.read.QueryRowContext(ctx, "SELECT bytes FROM removed").Scan(&n)
+func (r *records) Removed(ctx context.Context) (n int64, err error) {
+	err = r.read.QueryRowContext(ctx, "SELECT bytes FROM removed").Scan(&n)
 	return n, cancelled(ctx, dbError("read the index", err))
 }
 
-func (s *Store) forgetRemoved(ctx context.Context, n int64) error {
-	return s.write(ctx, "reclaim", func(tx *sql.Tx) error {
+func (r *records) forgetRemoved(ctx context.Context, n int64) error {
+	return r.write(ctx, "reclaim", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE removed SET bytes = max(0, bytes - ?)", n)
 		return err
 	})
@@ -139,8 +139,8 @@ func (s *Store) rearrange(ctx context.Context, wait time.Duration) (*Lock, error
 	return l, err
 }
 
-func (s *Store) packBytes(ctx context.Context) (n int64, err error) {
-	err = s.read.QueryRowContext(ctx, "SELECT coalesce(sum(bytes), 0) FROM packs").Scan(&n)
+func (x *packs) packBytes(ctx context.Context) (n int64, err error) {
+	err = x.read.QueryRowContext(ctx, "SELECT coalesce(sum(bytes), 0) FROM packs").Scan(&n)
 	return n, cancelled(ctx, dbError("read the index", err))
 }
 
@@ -372,11 +372,11 @@ func forgetPack(ctx context.Context, tx *sql.Tx, num int64) (bool, error) {
 }
 
 // removePack deletes the file of a pack that has no row any more.
-func (s *Store) removePack(name string) error {
+func (d *dirs) removePack(name string) error {
 	if err := failpoint.Hit("store.reclaim.before-remove"); err != nil {
 		return err
 	}
-	if err := os.Remove(pack.Path(s.packsDir(), name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+	if err := os.Remove(pack.Path(d.packsDir(), name)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
 	return nil

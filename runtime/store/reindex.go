@@ -181,16 +181,16 @@ func packNames(ctx context.Context, tx *sql.Tx) (map[string]int64, error) {
 }
 
 // soundPack proves the footer and the name of a pack.
-func (s *Store) soundPack(name string) error {
-	f, _, err := s.openPack(name)
+func (d *dirs) soundPack(name string) error {
+	f, _, err := d.openPack(name)
 	if err != nil {
 		return err
 	}
 	return f.Close()
 }
 
-func (s *Store) openPack(name string) (*os.File, *pack.Reader, error) {
-	dir, err := openDir(s.packsDir() + "/" + name[:2])
+func (d *dirs) openPack(name string) (*os.File, *pack.Reader, error) {
+	dir, err := openDir(d.packsDir() + "/" + name[:2])
 	if err != nil {
 		return nil, nil, err
 	}

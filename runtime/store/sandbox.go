@@ -35,8 +35,14 @@ type Sandbox struct {
 
 const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held, lease, member_of, starter"
 
+// records are the rows of the database that are what a caller reads and writes: sandboxes,
+// checkpoints, tags, leases, effects and the journal.
+type records struct {
+	*database
+}
+
 // PutSandbox adds a sandbox. A name or an id that is taken is ErrExists.
-func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
+func (r *records) PutSandbox(ctx context.Context, b Sandbox) error {
 	if err := checkID("sandbox", b.ID); err != nil {
 		return err
 	}
@@ -62,7 +68,7 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 	if err := failpoint.Hit("store.sandbox.before-row"); err != nil {
 		return err
 	}
-	return s.write(ctx, "add a sandbox", func(tx *sql.Tx) error {
+	return r.write(ctx, "add a sandbox", func(tx *sql.Tx) error {
 		var id, name string
 		err := tx.QueryRowContext(ctx, "SELECT id, name FROM sandboxes WHERE id = ? OR name = ?", b.ID,
 			b.Name).Scan(&id, &name)
@@ -87,16 +93,16 @@ func (s *Store) PutSandbox(ctx context.Context, b Sandbox) error {
 
 // Sandbox finds one by exact name, exact id or unique prefix of an id, of minPrefix
 // digits or more, in this order. A prefix of several is ErrInvalid and the error lists them.
-func (s *Store) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
+func (r *records) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 	if ref == "" {
 		return Sandbox{}, fmt.Errorf("no sandbox named: %w", fault.ErrInvalid)
 	}
-	found, err := s.sandboxes(ctx, "WHERE name = ?1 OR id = ?1 ORDER BY name = ?1 DESC", ref)
+	found, err := r.sandboxes(ctx, "WHERE name = ?1 OR id = ?1 ORDER BY name = ?1 DESC", ref)
 	if err != nil {
 		return Sandbox{}, err
 	}
 	if len(found) == 0 && isPrefix(ref) {
-		found, err = s.sandboxes(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
+		found, err = r.sandboxes(ctx, "WHERE id >= ?1 AND id < ?1 || 'g' ORDER BY seq DESC LIMIT 11", ref)
 		if err != nil {
 			return Sandbox{}, err
 		}
@@ -115,25 +121,25 @@ func (s *Store) Sandbox(ctx context.Context, ref string) (Sandbox, error) {
 }
 
 // Sandboxes lists all, newest first.
-func (s *Store) Sandboxes(ctx context.Context) ([]Sandbox, error) {
-	return s.sandboxes(ctx, "ORDER BY seq DESC")
+func (r *records) Sandboxes(ctx context.Context) ([]Sandbox, error) {
+	return r.sandboxes(ctx, "ORDER BY seq DESC")
 }
 
 // Unstarted lists those that their caller has yet to start, or has left so.
-func (s *Store) Unstarted(ctx context.Context) ([]Sandbox, error) {
-	return s.sandboxes(ctx, "WHERE starter <> '' ORDER BY seq")
+func (r *records) Unstarted(ctx context.Context) ([]Sandbox, error) {
+	return r.sandboxes(ctx, "WHERE starter <> '' ORDER BY seq")
 }
 
 // Started records that a sandbox has no starter any more.
-func (s *Store) Started(ctx context.Context, id string) error {
-	return s.release(ctx, "note a start", func(tx *sql.Tx) error {
+func (r *records) Started(ctx context.Context, id string) error {
+	return r.release(ctx, "note a start", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET starter = '' WHERE id = ?", id)
 		return err
 	})
 }
 
-func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list []Sandbox, err error) {
-	rows, err := s.read.QueryContext(ctx, "SELECT "+sandboxColumns+" FROM sandboxes "+where, args...)
+func (r *records) sandboxes(ctx context.Context, where string, args ...any) (list []Sandbox, err error) {
+	rows, err := r.read.QueryContext(ctx, "SELECT "+sandboxColumns+" FROM sandboxes "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read sandboxes", err))
 	}
@@ -168,9 +174,9 @@ func (s *Store) sandboxes(ctx context.Context, where string, args ...any) (list 
 }
 
 // Heads returns the head checkpoint of each sandbox; empty: none.
-func (s *Store) Heads(ctx context.Context) (map[string]string, error) {
+func (r *records) Heads(ctx context.Context) (map[string]string, error) {
 	heads := map[string]string{}
-	err := s.query(ctx, "SELECT id, head FROM sandboxes", nil, func(row *sql.Rows) error {
+	err := r.query(ctx, "SELECT id, head FROM sandboxes", nil, func(row *sql.Rows) error {
 		var id, head string
 		err := row.Scan(&id, &head)
 		heads[id] = head
@@ -181,8 +187,8 @@ func (s *Store) Heads(ctx context.Context) (map[string]string, error) {
 
 // SetHead records which checkpoint a sandbox is at and which attempt it is on. It
 // is durable with the end of the intent that it is part of.
-func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error {
-	return s.lazily(ctx, "set head", func(tx *sql.Tx) error {
+func (r *records) SetHead(ctx context.Context, id, head string, attempt int) error {
+	return r.lazily(ctx, "set head", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET head = ?, attempt = ? WHERE id = ?", head, attempt, id)
 		if err != nil {
 			return err
@@ -195,11 +201,11 @@ func (s *Store) SetHead(ctx context.Context, id, head string, attempt int) error
 }
 
 // SetSpec changes a sandbox's spec, for good.
-func (s *Store) SetSpec(ctx context.Context, id string, spec json.RawMessage) error {
+func (r *records) SetSpec(ctx context.Context, id string, spec json.RawMessage) error {
 	if err := validSpec(spec); err != nil {
 		return err
 	}
-	return s.write(ctx, "change a spec", func(tx *sql.Tx) error {
+	return r.write(ctx, "change a spec", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET spec = ? WHERE id = ?", string(spec), id)
 		if err != nil {
 			return err
@@ -212,19 +218,19 @@ func (s *Store) SetSpec(ctx context.Context, id string, spec json.RawMessage) er
 }
 
 // Keep records that a sandbox stays when it exits, or that it need not.
-func (s *Store) Keep(ctx context.Context, id string, keep bool) error {
-	return s.release(ctx, "keep a sandbox", func(tx *sql.Tx) error {
+func (r *records) Keep(ctx context.Context, id string, keep bool) error {
+	return r.release(ctx, "keep a sandbox", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET kept = ? WHERE id = ?", keep, id)
 		return err
 	})
 }
 
 // Hold records why a sandbox must not be used; an empty why releases it.
-func (s *Store) Hold(ctx context.Context, id, why string) error {
+func (r *records) Hold(ctx context.Context, id, why string) error {
 	if len(why) > maxError {
 		why = why[:maxError]
 	}
-	return s.release(ctx, "hold a sandbox", func(tx *sql.Tx) error {
+	return r.release(ctx, "hold a sandbox", func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, "UPDATE sandboxes SET held = ? WHERE id = ?",
 			strings.ToValidUTF8(why, "\uFFFD"), id)
 		return err

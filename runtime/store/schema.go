@@ -149,10 +149,10 @@ var migrations = []string{
 	`UPDATE checkpoints SET pulled = 1 WHERE trigger_name = 'import';`,
 }
 
-func (s *Store) migrate(ctx context.Context) error {
+func (d *database) migrate(ctx context.Context) error {
 	var version, tables, others, app int
 	var mode string
-	err := s.db.QueryRowContext(ctx, `SELECT
+	err := d.db.QueryRowContext(ctx, `SELECT
 		(SELECT user_version FROM pragma_user_version),
 		(SELECT application_id FROM pragma_application_id),
 		(SELECT journal_mode FROM pragma_journal_mode),
@@ -163,22 +163,22 @@ func (s *Store) migrate(ctx context.Context) error {
 	case err != nil:
 		return cancelled(ctx, dbError("open", err))
 	case mode != "wal":
-		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Put the root on a local filesystem.",
+		return &fault.Error{Op: "open state", ID: d.dbPath(), Hint: "Put the root on a local filesystem.",
 			Err: fmt.Errorf("this filesystem has no shared memory for SQLite's WAL (journal mode %q): %w",
 				mode, fault.ErrUnsupported)}
 	case version > len(migrations):
-		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Use that newer agentbox, or another --root.",
+		return &fault.Error{Op: "open state", ID: d.dbPath(), Hint: "Use that newer agentbox, or another --root.",
 			Err: fmt.Errorf("a newer agentbox wrote it (schema %d, this one knows %d): %w", version,
 				len(migrations), fault.ErrUnsupported)}
 	case others > 0:
-		return s.foreignSchema("it has views, triggers or virtual tables")
+		return d.foreignSchema("it has views, triggers or virtual tables")
 	case version > 0 && (app != applicationID || tables != 3), version == 0 && tables != 0, version < 0:
-		return &fault.Error{Op: "open state", ID: s.dbPath(), Hint: "Move it aside, or use another --root.",
+		return &fault.Error{Op: "open state", ID: d.dbPath(), Hint: "Move it aside, or use another --root.",
 			Err: fmt.Errorf("not a database of agentbox: %w", fault.ErrCorrupt)}
 	case version == len(migrations):
-		return s.checkSchema(ctx, s.db)
+		return d.checkSchema(ctx, d.db)
 	}
-	err = s.write(ctx, "migrate", func(tx *sql.Tx) error {
+	err = d.write(ctx, "migrate", func(tx *sql.Tx) error {
 		for _, m := range migrations[version:] {
 			if _, err := tx.ExecContext(ctx, m); err != nil {
 				return err
@@ -189,12 +189,12 @@ func (s *Store) migrate(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		return s.checkSchema(ctx, tx)
+		return d.checkSchema(ctx, tx)
 	})
 	if err != nil {
 		return err
 	}
-	return fsx.SyncDir(s.root)
+	return fsx.SyncDir(d.root)
 }
 
 // schemaSum is the sum of what all migrations leave in sqlite_schema.
@@ -202,7 +202,7 @@ const schemaSum = "6f3182a341661b63adaa5ad5f89599aba15abc14f2b5c5260c73cfa0974ef
 
 // checkSchema refuses a database that the migrations would not have made: what else can be in a
 // schema (triggers, views, columns that are computed) has SQLite do more than it is asked to.
-func (s *Store) checkSchema(ctx context.Context, db interface {
+func (d *database) checkSchema(ctx context.Context, db interface {
 	QueryContext(context.Context, string, ...any) (*sql.Rows, error)
 }) error {
 	// The tables of ANALYZE are SQLite's own.
@@ -224,13 +224,13 @@ func (s *Store) checkSchema(ctx context.Context, db interface {
 		return cancelled(ctx, dbError("open", err))
 	}
 	if hex.EncodeToString(sum.Sum(nil)) != schemaSum {
-		return s.foreignSchema("its tables are not those of schema " + strconv.Itoa(len(migrations)))
+		return d.foreignSchema("its tables are not those of schema " + strconv.Itoa(len(migrations)))
 	}
 	return nil
 }
 
-func (s *Store) foreignSchema(why string) error {
-	return &fault.Error{Op: "open state", ID: s.dbPath(),
+func (d *database) foreignSchema(why string) error {
+	return &fault.Error{Op: "open state", ID: d.dbPath(),
 		Hint: "agentbox has not written this. Do not use a state directory that others could write to; move it aside, or use another --root.",
 		Err:  fmt.Errorf("%s: %w", why, fault.ErrCorrupt)}
 }

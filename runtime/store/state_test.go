@@ -79,7 +79,7 @@ func TestTagRefs(t *testing.T) {
 func TestMigration(t *testing.T) {
 	ctx := context.Background()
 	root := t.TempDir()
-	must(t, (&Store{root: root}).makeDirs())
+	must(t, newStore(root).makeDirs())
 	first, err := openOld(root)
 	must(t, err)
 	_, err = first.Exec(migrations[0] +

@@ -490,12 +490,12 @@ func (s *Store) underWay(ctx context.Context, id string) bool {
 
 // sweepLocks removes the lock files of sandboxes that are gone. Lock checks
 // that its file still has its name, so unlinking one that we hold is safe.
-func (s *Store) sweepLocks(ctx context.Context) error {
-	entries, err := os.ReadDir(s.locksDir())
+func (k *locks) sweepLocks(ctx context.Context) error {
+	entries, err := os.ReadDir(k.locksDir())
 	if err != nil {
 		return err
 	}
-	alive, err := s.alive(ctx)
+	alive, err := k.alive(ctx)
 	if err != nil {
 		return err
 	}
@@ -509,14 +509,14 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 		if err != nil || !isID(id) || alive[id] || time.Since(info.ModTime()) < freshLock {
 			continue
 		}
-		l, err := flock.Try(filepath.Join(s.locksDir(), e.Name()), 0)
+		l, err := flock.Try(filepath.Join(k.locksDir(), e.Name()), 0)
 		if err != nil {
 			if !errors.Is(err, flock.ErrHeld) {
 				errs = append(errs, err)
 			}
 			continue
 		}
-		if list, err := s.sandboxes(ctx, "WHERE id = ?", id); err != nil {
+		if list, err := k.sandboxes(ctx, "WHERE id = ?", id); err != nil {
 			errs = append(errs, err)
 		} else if len(list) == 0 {
 			errs = append(errs, os.Remove(l.File().Name()))
@@ -528,8 +528,8 @@ func (s *Store) sweepLocks(ctx context.Context) error {
 
 // alive returns the ids of all sandboxes. Callers list files first: a sandbox's row is older
 // than its files.
-func (s *Store) alive(ctx context.Context) (map[string]bool, error) {
-	list, err := s.sandboxes(ctx, "")
+func (r *records) alive(ctx context.Context) (map[string]bool, error) {
+	list, err := r.sandboxes(ctx, "")
 	alive := map[string]bool{}
 	for _, b := range list {
 		alive[b.ID] = true

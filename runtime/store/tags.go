@@ -11,8 +11,8 @@ import (
 
 // Pin excludes a checkpoint from retention, or includes it again. It returns ErrState for one
 // that is not ready.
-func (s *Store) Pin(ctx context.Context, id string, pinned bool) error {
-	return s.write(ctx, "pin a checkpoint", func(tx *sql.Tx) error {
+func (r *records) Pin(ctx context.Context, id string, pinned bool) error {
+	return r.write(ctx, "pin a checkpoint", func(tx *sql.Tx) error {
 		if _, err := readyIn(ctx, tx, id); err != nil {
 			return err
 		}
@@ -24,11 +24,11 @@ func (s *Store) Pin(ctx context.Context, id string, pinned bool) error {
 // Tag gives a checkpoint one more name in its sandbox, which retention
 // respects. A tag that another checkpoint of the sandbox has moves. The name of
 // a checkpoint of the sandbox is ErrExists: references would not find the tag.
-func (s *Store) Tag(ctx context.Context, id, tag string) error {
+func (r *records) Tag(ctx context.Context, id, tag string) error {
 	if err := ValidCheckpointName(tag); err != nil {
 		return err
 	}
-	return s.write(ctx, "tag a checkpoint", func(tx *sql.Tx) error {
+	return r.write(ctx, "tag a checkpoint", func(tx *sql.Tx) error {
 		sandbox, err := readyIn(ctx, tx, id)
 		if err != nil {
 			return err
@@ -53,8 +53,8 @@ func (s *Store) Tag(ctx context.Context, id, tag string) error {
 }
 
 // Untag takes a tag away; one that is not there is ErrNotFound.
-func (s *Store) Untag(ctx context.Context, sandboxID, tag string) error {
-	return s.write(ctx, "untag a checkpoint", func(tx *sql.Tx) error {
+func (r *records) Untag(ctx context.Context, sandboxID, tag string) error {
+	return r.write(ctx, "untag a checkpoint", func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, "DELETE FROM tags WHERE sandbox_id = ? AND tag = ?", sandboxID, tag)
 		if err != nil {
 			return err

@@ -78,7 +78,7 @@ func (s *Store) VerifyAll(ctx context.Context, o VerifyOptions) (VerifyReport, e
 	if err != nil {
 		return VerifyReport{}, err
 	}
-	v := &verification{s: s, o: o, v: newSurvey(cat), p: newChunks(newIndex(s)), why: map[uint32]error{}}
+	v := &verification{s: s, o: o, v: newSurvey(cat), p: newChunks(newIndex(s.packs)), why: map[uint32]error{}}
 	defer v.p.close()
 	return v.run(ctx, list)
 }
