@@ -77,15 +77,15 @@ func Diagnose(r io.Reader) Diagnosis {
 					rank = i
 					best = Diagnosis{
 						Code:   rule.code,
-						Reason: printable(rule.re.Expand(nil, []byte(rule.reason), line, m)),
-						Line:   printable(line),
+						Reason: oneLine(rule.re.Expand(nil, []byte(rule.reason), line, m)),
+						Line:   oneLine(line),
 						Hint:   rule.hint,
 					}
 					break
 				}
 			}
 			if first == "" && bytes.Contains(line, []byte("Error")) && !consequence(line) {
-				first = printable(line)
+				first = oneLine(line)
 			}
 		}
 		if err != nil {
@@ -136,7 +136,7 @@ func message(line string) string {
 	return line
 }
 
-func printable(b []byte) string {
+func oneLine(b []byte) string {
 	s := strings.Map(func(r rune) rune {
 		if r == unicode.ReplacementChar || !unicode.IsPrint(r) {
 			if r == '\t' {

@@ -226,7 +226,7 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 	for _, c := range img.controllers {
 		for _, n := range c.names {
 			if !ctlName().MatchString(n) {
-				return refuse(name, "cnames", "%s is no controller's name", printable(n))
+				return refuse(name, "cnames", "%s is no controller's name", quoted(n))
 			}
 		}
 		// One that this host does not have CRIU would mount.
@@ -244,7 +244,7 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 		for i := range c.dirs {
 			d := &c.dirs[i]
 			if !clean("/"+d.name) || strings.ContainsRune(d.name, '\n') {
-				return refuse(name, "dir_name", "%s leads elsewhere", printable(d.name))
+				return refuse(name, "dir_name", "%s leads elsewhere", quoted(d.name))
 			}
 			for _, n := range c.names {
 				if _, twice := tops[n]; twice {
@@ -283,7 +283,7 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 		var members []member
 		for _, m := range s.members {
 			if !ctlName().MatchString(m.name) {
-				return refuse(name, "name", "%s is no controller's name", printable(m.name))
+				return refuse(name, "name", "%s is no controller's name", quoted(m.name))
 			}
 			if !here(m.name) {
 				continue
@@ -294,12 +294,12 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 			}
 			if !clean(m.path) || !below(m.path, top) || top == "/" && m.path != top ||
 				strings.ContainsRune(m.path, '\n') {
-				return refuse(name, "path", "%s is not below the container's %s", printable(m.path), printable(top))
+				return refuse(name, "path", "%s is not below the container's %s", quoted(m.path), quoted(top))
 			}
 			if m.hidden && (int64(m.prefix) > int64(len(m.path)) ||
 				m.path[:m.prefix] != strings.TrimSuffix(top, "/") && m.path[:m.prefix] != top) {
 				return refuse(name, "cgns_prefix",
-					"the cgroup namespace of %s is not the container's", printable(m.path))
+					"the cgroup namespace of %s is not the container's", quoted(m.path))
 			}
 			if own != "" {
 				m.path = filepath.Join(own, strings.TrimPrefix(m.path, top))
@@ -329,7 +329,7 @@ func (img *cgroupImage) judge(name string, used map[uint32]bool, hierarchies [][
 // judge looks at a cgroup below the container's.
 func (d *cgroupDir) judge(name string, spec *Spec) error {
 	if d.name == "" || d.name == "." || d.name == ".." || strings.ContainsAny(d.name, "/\n\x00") {
-		return refuse(name, "dir_name", "%s leads elsewhere", printable(d.name))
+		return refuse(name, "dir_name", "%s leads elsewhere", quoted(d.name))
 	}
 	if err := d.perms.judge(name, spec); err != nil {
 		return err
@@ -337,7 +337,7 @@ func (d *cgroupDir) judge(name string, spec *Spec) error {
 	var kept []property
 	for _, p := range d.properties {
 		if strings.ContainsAny(p.name, "/\x00") {
-			return refuse(name, "properties", "%s leads elsewhere", printable(p.name))
+			return refuse(name, "properties", "%s leads elsewhere", quoted(p.name))
 		}
 		if !propName().MatchString(p.name) || len(p.value) > maxValue {
 			continue

@@ -77,7 +77,7 @@ func (j *judge) opened(name string, kind uint32, f *message) error {
 		mode := f.number(10)
 		switch {
 		case up(f.text(6)):
-			return refuse(name, f.name, "its name %s leads up", printable(f.text(6)))
+			return refuse(name, f.name, "its name %s leads up", quoted(f.text(6)))
 		case f.wide(9) != 0:
 			return refuse(name, f.name, "it is external to the dump")
 		case mode&unix.S_IFMT == unix.S_IFBLK && !j.spec.hostRoot() && !j.spec.can("MKNOD") &&
@@ -101,7 +101,7 @@ func (j *judge) opened(name string, kind uint32, f *message) error {
 		}
 		path, _, _ := strings.Cut(f.text(socket), "\x00") // without what follows; an abstract one is none
 		if up(path) || up(f.text(dir)) {
-			return refuse(name, f.name, "the unix socket's name %s leads up", printable(path))
+			return refuse(name, f.name, "the unix socket's name %s leads up", quoted(path))
 		}
 	case filePacket:
 		return lacks("NET_RAW", "a packet socket")

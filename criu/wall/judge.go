@@ -168,10 +168,10 @@ func (j *judge) file(e fs.DirEntry) error {
 		}
 		return k.judge(j, name)
 	}
-	return refuse(printable(name), "name", "no dump of a container has such a file")
+	return refuse(quoted(name), "name", "no dump of a container has such a file")
 }
 
-func printable(s string) string {
+func quoted(s string) string {
 	if len(s) > 80 {
 		s = s[:80]
 	}

@@ -430,7 +430,7 @@ func openIn(root int, path string) (int, error) {
 // sees proves that a mount of the spec, where there is one, is what is seen at its place.
 func (l *look) sees(root int, w SpecMount, list []mount) error {
 	at := func(format string, a ...any) error {
-		return refuse("", "mount at "+printable(w.Destination), format, a...)
+		return refuse("", "mount at "+quoted(w.Destination), format, a...)
 	}
 	fd, err := openIn(root, w.Destination)
 	if err != nil {
@@ -467,7 +467,7 @@ func (l *look) same(place, source string, fd int) error {
 		return err
 	}
 	if want.Dev != is.Dev || want.Ino != is.Ino {
-		return refuse("", "mount at "+printable(place), "it does not show %s", source)
+		return refuse("", "mount at "+quoted(place), "it does not show %s", source)
 	}
 	return nil
 }
@@ -529,7 +529,7 @@ func (l *look) files(pid int, dir string) error {
 			return err
 		}
 		if target, err := os.Readlink(dir + what); err == nil && l.under(target) {
-			return refuseOf(pid, what, "%s is hidden in the container, or read-only", printable(target))
+			return refuseOf(pid, what, "%s is hidden in the container, or read-only", quoted(target))
 		}
 		if !v.ids[id] && !l.anywhere(id) {
 			return refuseOf(pid, what, "it is outside of the container's mounts")
@@ -554,7 +554,7 @@ func (l *look) files(pid int, dir string) error {
 		}
 		if l.under(target) {
 			return refuseOf(pid, "file descriptor "+e.Name(),
-				"%s is hidden in the container, or read-only", printable(target))
+				"%s is hidden in the container, or read-only", quoted(target))
 		}
 		id, err := mountID(dir + "fdinfo/" + e.Name())
 		if err != nil {
@@ -562,7 +562,7 @@ func (l *look) files(pid int, dir string) error {
 		}
 		if !v.ids[id] && !l.anywhere(id) {
 			return refuseOf(pid, "file descriptor "+e.Name(),
-				"%s is outside of the container's mounts", printable(target))
+				"%s is outside of the container's mounts", quoted(target))
 		}
 		var st unix.Stat_t
 		if err := unix.Stat(dir+"fd/"+e.Name(), &st); err != nil {

@@ -66,14 +66,14 @@ func mapName(part string) string {
 func (l *look) mapping(pid int, v *view, link, path string) error {
 	what := "memory at " + filepath.Base(link)
 	if l.under(path) {
-		return refuseOf(pid, what, "%s is hidden in the container, or read-only", printable(path))
+		return refuseOf(pid, what, "%s is hidden in the container, or read-only", quoted(path))
 	}
 	id, st, err := placeOf(link)
 	if err != nil {
 		return err
 	}
 	if !v.ids[id] && !l.anywhere(id) {
-		return refuseOf(pid, what, "%s is outside of the container's mounts", printable(path))
+		return refuseOf(pid, what, "%s is outside of the container's mounts", quoted(path))
 	}
 	return l.device(pid, what, path, st)
 }
@@ -209,7 +209,7 @@ func shows(root int, m mount, handle unix.FileHandle) (in, could bool, err error
 	case errors.Is(err, unix.ESTALE), errors.Is(err, unix.EPERM), errors.Is(err, unix.EOPNOTSUPP):
 		return false, false, nil
 	case err != nil:
-		return false, false, fmt.Errorf("a watch on the mount at %s: %w", printable(m.point), err)
+		return false, false, fmt.Errorf("a watch on the mount at %s: %w", quoted(m.point), err)
 	}
 	defer unix.Close(fd)
 	var is, found unix.Stat_t
@@ -252,7 +252,7 @@ func (l *look) device(pid int, what, path string, st *unix.Stat_t) error {
 	}
 	if major, minor := unix.Major(st.Rdev), unix.Minor(st.Rdev); !l.spec.device(block, major, minor) &&
 		!(major == 10 && minor == 200 && l.spec.can("NET_ADMIN")) {
-		return refuseOf(pid, what, "%s is device %d:%d, which the container has not", printable(path), major, minor)
+		return refuseOf(pid, what, "%s is device %d:%d, which the container has not", quoted(path), major, minor)
 	}
 	return nil
 }

@@ -76,7 +76,7 @@ func (j *judge) mountpoints(name string) error {
 		case e.wide(13) != 0:
 			return refuse(name, m.field("ext_mount"), "it is found on the host by itself")
 		case kind == "auto" && !j.spec.hostRoot():
-			return refuse(name, m.field("fstype"), "a filesystem %s of the host's devices", printable(e.text(14)))
+			return refuse(name, m.field("fstype"), "a filesystem %s of the host's devices", quoted(e.text(14)))
 		}
 		list = append(list, m)
 		return nil
@@ -86,7 +86,7 @@ func (j *judge) mountpoints(name string) error {
 }
 
 func (m mount) field(name string) string {
-	return fmt.Sprintf("%s of the mount at %s", name, printable(m.point))
+	return fmt.Sprintf("%s of the mount at %s", name, quoted(m.point))
 }
 
 // checkMounts judges the mounts of each namespace.
@@ -123,7 +123,7 @@ func (s *Spec) checkTree(name string, list []mount) error {
 	}
 	for _, m := range list {
 		if p, is := byID[m.parent]; is && p.id != m.id && !below(m.point, p.point) {
-			return refuse(name, m.field("parent_mnt_id"), "it is not below that, %s", printable(p.point))
+			return refuse(name, m.field("parent_mnt_id"), "it is not below that, %s", quoted(p.point))
 		}
 	}
 	return nil
@@ -140,7 +140,7 @@ func (s *Spec) checkMounts(image string, list []mount, outside map[uint32]bool) 
 		}
 		if !clean(m.root) && !(m.live && (strings.Contains(m.root, "//deleted") ||
 			strings.HasPrefix(m.fstype, "cgroup") || m.fstype == "nsfs")) {
-			return refuse(image, m.field("root"), "%s leads elsewhere", printable(m.root))
+			return refuse(image, m.field("root"), "%s leads elsewhere", quoted(m.root))
 		}
 		if m.point == "/" {
 			roots++
@@ -252,18 +252,18 @@ func (s *Spec) checkWanted(image string, m mount, w *SpecMount) error {
 	case w.bind():
 		if !m.live && m.external != m.point {
 			return refuse(image, m.field("ext_key"),
-				"it is %s, and the container has a path of the host there", printable(m.external))
+				"it is %s, and the container has a path of the host there", quoted(m.external))
 		}
 		return nil // which one the kernel will tell
 	case m.external != "" && m.external != m.point:
-		return refuse(image, m.field("ext_key"), "it is %s", printable(m.external))
+		return refuse(image, m.field("ext_key"), "it is %s", quoted(m.external))
 	case kind == "cgroup" && m.fstype == "cgroup2":
 	case m.fstype != kind:
 		return refuse(image, m.field("fstype"), "it is %s, and the container's is %s", m.fstype, w.Type)
 	}
 	if m.root != "/" && !strings.HasPrefix(m.fstype, "cgroup") {
 		return refuse(image, m.field("root"),
-			"it is %s, and the container's is all of its filesystem", printable(m.root))
+			"it is %s, and the container's is all of its filesystem", quoted(m.root))
 	}
 	if !m.live && kind == "overlay" {
 		for _, o := range w.Options {
@@ -300,7 +300,7 @@ func (s *Spec) checkMasked(image string, m mount) error {
 	case m.live && filepath.Base(m.root) == "null":
 	default:
 		return refuse(image, m.field("root"), "the container has nothing to see there, and this would be %s of %s",
-			printable(m.root), m.fstype)
+			quoted(m.root), m.fstype)
 	}
 	return nil
 }
@@ -377,7 +377,7 @@ func (s *Spec) checkOther(image string, m mount, list []mount) error {
 		}
 	}
 	return refuse(image, m.field("mountpoint"), "the container has no mount there, and this would be %s of a %s",
-		printable(m.root), m.fstype)
+		quoted(m.root), m.fstype)
 }
 
 // deviceMount reports whether a mount is a device node that the OCI runtime binds: of a

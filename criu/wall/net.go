@@ -48,12 +48,12 @@ func (j *judge) netdev(name string) error {
 		// It becomes a part of the paths of its settings.
 		if n := m.text(ifname); n == "" || n == "." || n == ".." || len(n) >= unix.IFNAMSIZ ||
 			strings.ContainsAny(n, "/\x00 \t\n") {
-			return refuse(name, "name", "%s is no network device's name", printable(n))
+			return refuse(name, "name", "%s is no network device's name", quoted(n))
 		}
 		// The others have their far end, or the device below, on the host.
 		if k := m.number(kind); k != deviceLoopback && !j.spec.can("NET_ADMIN") && !kernelMade(m.text(ifname)) {
 			return refuse(name, "type", "the device %s of type %d takes CAP_NET_ADMIN, which the container has not",
-				printable(m.text(ifname)), k)
+				quoted(m.text(ifname)), k)
 		}
 		return nil
 	})
@@ -147,15 +147,15 @@ func (j *judge) iptables(name string) error {
 			continue
 		}
 		if !strings.HasPrefix(line, "-A ") || strings.ContainsAny(line, "\\`\x00\r") {
-			return refuse(name, "line", "%s is no rule", printable(line))
+			return refuse(name, "line", "%s is no rule", quoted(line))
 		}
 		if !j.spec.can("NET_ADMIN") {
-			return refuse(name, "line", "the rule %s takes CAP_NET_ADMIN, which the container has not", printable(line))
+			return refuse(name, "line", "the rule %s takes CAP_NET_ADMIN, which the container has not", quoted(line))
 		}
 		for _, word := range words(line) {
 			if strings.HasPrefix(word, "-") && !iptablesOption()[word] {
 				return refuse(name, "line",
-					"the option %s of a rule is not known to this version of agentbox", printable(word))
+					"the option %s of a rule is not known to this version of agentbox", quoted(word))
 			}
 		}
 	}
@@ -184,20 +184,20 @@ func (j *judge) nftables(name string) error {
 		return err
 	}
 	if w := nftWord().Find(data); w != nil {
-		return refuse(name, "text", "%s is no part of a list of tables", printable(strings.TrimSpace(string(w))))
+		return refuse(name, "text", "%s is no part of a list of tables", quoted(strings.TrimSpace(string(w))))
 	}
 	depth := 0
 	for line := range strings.Lines(string(data)) {
 		line = strings.TrimSpace(line)
 		if depth == 0 && line != "" && !strings.HasPrefix(line, "table ") {
-			return refuse(name, "text", "%s is no table", printable(line))
+			return refuse(name, "text", "%s is no table", quoted(line))
 		}
 		if depth += strings.Count(line, "{") - strings.Count(line, "}"); depth < 0 {
 			return fmt.Errorf("image %s: a brace too many: %w", name, fault.ErrCorrupt)
 		}
 		own := strings.HasPrefix(line, "table inet CRIU-")
 		if strings.HasPrefix(line, "table ") && !own && !j.spec.can("NET_ADMIN") {
-			return refuse(name, "text", "%s takes CAP_NET_ADMIN, which the container has not", printable(line))
+			return refuse(name, "text", "%s takes CAP_NET_ADMIN, which the container has not", quoted(line))
 		}
 	}
 	return nil

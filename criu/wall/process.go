@@ -29,7 +29,7 @@ func (j *judge) inventory(name string) error {
 	}
 	// It becomes a part of the name of an nftables table.
 	if id := m.text(runID); strings.Trim(id, "0123456789abcdefABCDEF-") != "" || len(id) > 64 {
-		return refuse(name, "dump_criu_run_id", "%s is no UUID", printable(id))
+		return refuse(name, "dump_criu_run_id", "%s is no UUID", quoted(id))
 	}
 	if j.outside, err = m.inner(rootIDs, "root_ids"); err != nil || j.outside == nil {
 		return err

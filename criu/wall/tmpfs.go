@@ -59,15 +59,15 @@ func (j *judge) tmpfs(name string) error {
 func (j *judge) member(name string, h *tar.Header, c *contents) error {
 	at := path.Clean(h.Name)
 	if path.IsAbs(h.Name) || at == ".." || strings.HasPrefix(at, "../") || strings.ContainsRune(h.Name, 0) {
-		return refuse(name, "name", "%s leads out of its filesystem", printable(h.Name))
+		return refuse(name, "name", "%s leads out of its filesystem", quoted(h.Name))
 	}
 	if on := c.link(path.Dir(at)); on != "" {
-		return refuse(name, "name", "%s lies behind the symlink %s", printable(h.Name), printable(on))
+		return refuse(name, "name", "%s lies behind the symlink %s", quoted(h.Name), quoted(on))
 	}
 	switch h.Typeflag {
 	case tar.TypeReg, tar.TypeDir, tar.TypeFifo, tar.TypeGNUSparse, tar.TypeCont:
 		if c.links[at] {
-			return refuse(name, "name", "%s is there twice, as a symlink first", printable(h.Name))
+			return refuse(name, "name", "%s is there twice, as a symlink first", quoted(h.Name))
 		}
 	case tar.TypeSymlink:
 		c.links[at] = true
@@ -75,7 +75,7 @@ func (j *judge) member(name string, h *tar.Header, c *contents) error {
 		to := path.Clean(h.Linkname)
 		if path.IsAbs(h.Linkname) || to == ".." || strings.HasPrefix(to, "../") || c.link(path.Dir(to)) != "" {
 			return refuse(name, "link", "%s to %s leads out of its filesystem",
-				printable(h.Name), printable(h.Linkname))
+				quoted(h.Name), quoted(h.Linkname))
 		}
 	case tar.TypeChar, tar.TypeBlock:
 		major, minor := uint32(h.Devmajor), uint32(h.Devminor)
@@ -84,10 +84,10 @@ func (j *judge) member(name string, h *tar.Header, c *contents) error {
 		}
 		if !j.spec.can("MKNOD") && !j.spec.device(h.Typeflag == tar.TypeBlock, major, minor) {
 			return refuse(name, "device", "%s is device %d:%d, which the container has not",
-				printable(h.Name), major, minor)
+				quoted(h.Name), major, minor)
 		}
 	default:
-		return refuse(name, "type", "%s is of type %q", printable(h.Name), h.Typeflag)
+		return refuse(name, "type", "%s is of type %q", quoted(h.Name), h.Typeflag)
 	}
 	return nil
 }
@@ -114,7 +114,7 @@ func (j *judge) checkLinks(image string, m mount) error {
 	} {
 		if c := j.tars[name]; c != nil {
 			if on := c.link(strings.TrimPrefix(filepath.Clean(m.root), "/")); on != "" {
-				return refuse(image, m.field("root"), "%s goes by the symlink %s", printable(m.root), printable(on))
+				return refuse(image, m.field("root"), "%s goes by the symlink %s", quoted(m.root), quoted(on))
 			}
 		}
 	}

@@ -204,15 +204,15 @@ func (c *conmon) read(ctx context.Context, f *os.File, r *bufio.Reader) (report,
 		return rep, c.failure(err)
 	}
 	// Conmon escapes most control characters, not all.
-	line = bytes.Map(printable, line)
+	line = bytes.Map(blankControl, line)
 	if err := json.Unmarshal(line, &rep); err != nil {
 		return rep, fmt.Errorf("report of conmon %q: %w", line, err)
 	}
 	return rep, nil
 }
 
-// printable leaves nothing that a terminal would obey.
-func printable(r rune) rune {
+// blankControl leaves nothing that a terminal would obey.
+func blankControl(r rune) rune {
 	if unicode.IsControl(r) {
 		return ' '
 	}
@@ -221,7 +221,7 @@ func printable(r rune) rune {
 
 // oneLine is a text as a log has it and as a terminal shows it.
 func oneLine(text string) string {
-	return strings.Join(strings.Fields(strings.Map(printable, text)), " ")
+	return strings.Join(strings.Fields(strings.Map(blankControl, text)), " ")
 }
 
 // failure explains why conmon hung up without a word.

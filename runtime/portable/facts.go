@@ -31,14 +31,14 @@ func parseConfig(data []byte) (*container, error) {
 	if err := decode(configName, data, c); err != nil {
 		return nil, err
 	}
-	if c.ID == "" || len(c.ID) > 255 || !printable(c.ID, "/") || len(c.Name) > 255 || !printable(c.Name, "/") {
+	if c.ID == "" || len(c.ID) > 255 || !isPrintable(c.ID, "/") || len(c.Name) > 255 || !isPrintable(c.Name, "/") {
 		return nil, corrupt("%s: id %.64q, name %.64q", configName, c.ID, c.Name)
 	}
 	if len(c.NamedVolumes) > maxVolumes {
 		return nil, corrupt("%s: %d volumes", configName, len(c.NamedVolumes))
 	}
 	for i, v := range c.NamedVolumes {
-		if !plain(v.Name) || !printable(v.Name, "/") || !path.IsAbs(v.Dest) ||
+		if !plain(v.Name) || !isPrintable(v.Name, "/") || !path.IsAbs(v.Dest) ||
 			slices.ContainsFunc(c.NamedVolumes[:i], func(o namedVolume) bool { return o.Name == v.Name }) {
 			return nil, corrupt("%s: volume %.64q at %.64q", configName, v.Name, v.Dest)
 		}
@@ -63,7 +63,7 @@ func parseSpec(data []byte) (*specs.Spec, error) {
 			return nil, corrupt("%s: a NUL in %.64q", specName, text)
 		}
 	}
-	if len(s.Hostname) > 64 || !printable(s.Hostname, "/") {
+	if len(s.Hostname) > 64 || !isPrintable(s.Hostname, "/") {
 		return nil, corrupt("%s: hostname %.64q", specName, s.Hostname)
 	}
 	for _, m := range s.Mounts {
@@ -84,8 +84,8 @@ func decode(name string, data []byte, v any) error {
 	return nil
 }
 
-// printable reports whether s has no control characters and none of those in not.
-func printable(s, not string) bool {
+// isPrintable reports whether s has no control characters and none of those in not.
+func isPrintable(s, not string) bool {
 	return !strings.ContainsFunc(s, func(r rune) bool { return !strconv.IsPrint(r) || strings.ContainsRune(not, r) })
 }
 

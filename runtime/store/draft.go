@@ -144,7 +144,7 @@ func (c *Checkpoint) check() error {
 	if c.Kind != KindFiles && c.Kind != KindFull {
 		return fmt.Errorf("checkpoint kind %q: %w", c.Kind, fault.ErrInvalid)
 	}
-	if len(c.Trigger) > maxTrigger || !printable(c.Trigger, "") {
+	if len(c.Trigger) > maxTrigger || !isPrintable(c.Trigger, "") {
 		return fmt.Errorf("trigger %.64q: at most %d bytes of text: %w", c.Trigger, maxTrigger, fault.ErrInvalid)
 	}
 	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName),

@@ -420,7 +420,7 @@ func (m *Manifest) check() error {
 		return fmt.Errorf("%d volumes", len(m.Volumes))
 	}
 	for i, v := range m.Volumes {
-		if v.Name == "" || len(v.Name) > 255 || !printable(v.Name, "/") {
+		if v.Name == "" || len(v.Name) > 255 || !isPrintable(v.Name, "/") {
 			return fmt.Errorf("volume %d: name %.64q", i, v.Name)
 		}
 	}

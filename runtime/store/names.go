@@ -125,7 +125,7 @@ func ValidLabels(labels map[string]string) error {
 		return fmt.Errorf("%d labels, %d are allowed: %w", len(labels), maxLabels, fault.ErrInvalid)
 	}
 	for k, v := range labels {
-		if k == "" || len(k) > maxLabelKey || !printable(k, "=") {
+		if k == "" || len(k) > maxLabelKey || !isPrintable(k, "=") {
 			return fmt.Errorf("label %.64q: a key has 1 to %d bytes of text without '=': %w", k,
 				maxLabelKey, fault.ErrInvalid)
 		}
@@ -136,7 +136,7 @@ func ValidLabels(labels map[string]string) error {
 	return nil
 }
 
-func printable(s, except string) bool {
+func isPrintable(s, except string) bool {
 	if !utf8.ValidString(s) {
 		return false
 	}

@@ -46,7 +46,7 @@ func (l *eventLog) add(e Event) error {
 		return nil
 	}
 	e.Time, e.Sandbox = time.Now().UTC(), l.id
-	if e.Name = printable(e.Name); len(e.Name) > 300 {
+	if e.Name = asciiOnly(e.Name); len(e.Name) > 300 {
 		e.Name = e.Name[:300]
 	}
 	same := l.last
@@ -74,8 +74,8 @@ func (l *eventLog) close() {
 	l.closed = true
 }
 
-// printable takes out of a name what a terminal would obey.
-func printable(s string) string {
+// asciiOnly takes out of a name what a terminal would obey.
+func asciiOnly(s string) string {
 	return string(bytes.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
 			return '?'

@@ -87,7 +87,7 @@ func (s *Server) http(ctx context.Context, b *box, f *flow, in *bufio.Reader) {
 
 func refuse(w http.ResponseWriter, code int, why string) {
 	w.Header().Set("Connection", "close")
-	http.Error(w, fmt.Sprintf("agentbox: egress denied: %s", printable(why)), code)
+	http.Error(w, fmt.Sprintf("agentbox: egress denied: %s", asciiOnly(why)), code)
 }
 
 // cleanHost splits a Host header; an invalid name is returned empty.
