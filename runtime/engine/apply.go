@@ -11,9 +11,9 @@ import (
 )
 
 // Apply copies a sandbox's changes into the directory that it is layered over.
-func (e *Engine) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
-	return verb(ctx, e, onSandbox("apply", ref), func(ctx context.Context) (runtime.Applied, error) {
-		return e.sandboxes.apply(ctx, ref, opts)
+func (v hostVerbs) Apply(ctx context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
+	return verb(ctx, v.e, onSandbox("apply", ref), func(ctx context.Context) (runtime.Applied, error) {
+		return v.e.sandboxes.apply(ctx, ref, opts)
 	})
 }
 

@@ -46,11 +46,11 @@ type freezing struct {
 // freezes the sandbox until it has read what has changed since, and with Stop until the
 // checkpoint is durable. When Checkpoint returns without an error the checkpoint is
 // durable. On error the sandbox goes on as before and no new checkpoint is ready.
-func (e *Engine) Checkpoint(
+func (v checkpointVerbs) Checkpoint(
 	ctx context.Context, ref string, opts runtime.CheckpointOptions,
 ) (runtime.Checkpoint, error) {
-	return verb(ctx, e, onSandbox("checkpoint", ref), func(ctx context.Context) (runtime.Checkpoint, error) {
-		return e.checkpoints.takeCheckpoint(ctx, ref, opts)
+	return verb(ctx, v.e, onSandbox("checkpoint", ref), func(ctx context.Context) (runtime.Checkpoint, error) {
+		return v.e.checkpoints.takeCheckpoint(ctx, ref, opts)
 	})
 }
 
@@ -642,10 +642,10 @@ func (cs *checkpoints) logKept(draft *store.Draft, err error) error {
 }
 
 // Checkpoints lists checkpoints, newest first.
-func (e *Engine) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
-	return verb(ctx, e, reads(onSandbox("checkpoint ls", filter.Sandbox)),
+func (v checkpointVerbs) Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error) {
+	return verb(ctx, v.e, reads(onSandbox("checkpoint ls", filter.Sandbox)),
 		func(ctx context.Context) ([]runtime.Checkpoint, error) {
-			return e.checkpoints.listCheckpoints(ctx, filter)
+			return v.e.checkpoints.listCheckpoints(ctx, filter)
 		})
 }
 
@@ -687,10 +687,10 @@ func (cs *checkpoints) listCheckpoints(
 }
 
 // CheckpointInfo describes one checkpoint.
-func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkpoint, error) {
-	return verb(ctx, e, reads(onCheckpoint("checkpoint inspect", ref)),
+func (v checkpointVerbs) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkpoint, error) {
+	return verb(ctx, v.e, reads(onCheckpoint("checkpoint inspect", ref)),
 		func(ctx context.Context) (runtime.Checkpoint, error) {
-			row, err := e.checkpoint(ctx, ref)
+			row, err := v.e.checkpoint(ctx, ref)
 			if err != nil {
 				return runtime.Checkpoint{}, err
 			}
@@ -699,28 +699,28 @@ func (e *Engine) CheckpointInfo(ctx context.Context, ref string) (runtime.Checkp
 }
 
 // RemoveCheckpoint deletes a checkpoint and its data.
-func (e *Engine) RemoveCheckpoint(ctx context.Context, ref string) error {
-	return e.verb(ctx, onCheckpoint("checkpoint rm", ref), func(ctx context.Context) (err error) {
-		row, err := e.checkpoint(ctx, ref)
+func (v checkpointVerbs) RemoveCheckpoint(ctx context.Context, ref string) error {
+	return v.e.verb(ctx, onCheckpoint("checkpoint rm", ref), func(ctx context.Context) (err error) {
+		row, err := v.e.checkpoint(ctx, ref)
 		if err != nil {
 			return err
 		}
-		lock, err := e.lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
+		lock, err := v.e.lock(ctx, row.SandboxID, "checkpoint rm", lockWait)
 		if err != nil {
 			return err
 		}
-		defer e.upkeep.tidy(ctx)
+		defer v.e.upkeep.tidy(ctx)
 		defer lock.Unlock()
-		return e.store.RemoveCheckpoint(ctx, row.ID)
+		return v.e.store.RemoveCheckpoint(ctx, row.ID)
 	})
 }
 
 // VerifyCheckpoint rereads all of a checkpoint.
-func (e *Engine) VerifyCheckpoint(ctx context.Context, ref string) error {
-	return e.verb(ctx, onCheckpoint("checkpoint verify", ref), func(ctx context.Context) error {
-		row, err := e.checkpoint(ctx, ref)
+func (v checkpointVerbs) VerifyCheckpoint(ctx context.Context, ref string) error {
+	return v.e.verb(ctx, onCheckpoint("checkpoint verify", ref), func(ctx context.Context) error {
+		row, err := v.e.checkpoint(ctx, ref)
 		if err == nil {
-			err = e.store.VerifyCheckpoint(ctx, row.ID)
+			err = v.e.store.VerifyCheckpoint(ctx, row.ID)
 		}
 		return err
 	})

@@ -21,11 +21,11 @@ import (
 )
 
 // Commit makes an image of a sandbox or of a checkpoint.
-func (e *Engine) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
+func (v imageVerbs) Commit(ctx context.Context, ref, to string, opts runtime.CommitOptions) (runtime.Committed, error) {
 	op := onSandbox("commit", ref)
 	op.To = to
-	return verb(ctx, e, op, func(ctx context.Context) (runtime.Committed, error) {
-		return e.checkpoints.commit(ctx, ref, to, opts)
+	return verb(ctx, v.e, op, func(ctx context.Context) (runtime.Committed, error) {
+		return v.e.checkpoints.commit(ctx, ref, to, opts)
 	})
 }
 

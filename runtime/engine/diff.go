@@ -24,9 +24,9 @@ const maxChanges = 1_000_000
 
 // Diff lists what a user of a sandbox finds changed between two states of its files. It
 // only reads, and does not freeze a running sandbox.
-func (e *Engine) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
-	return verb(ctx, e, reads(onSandbox("diff", req.Sandbox)), func(ctx context.Context) (runtime.Diff, error) {
-		return e.checkpoints.diff(ctx, req)
+func (v checkpointVerbs) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
+	return verb(ctx, v.e, reads(onSandbox("diff", req.Sandbox)), func(ctx context.Context) (runtime.Diff, error) {
+		return v.e.checkpoints.diff(ctx, req)
 	})
 }
 

@@ -83,12 +83,12 @@ func (l *effectLog) set(ctx context.Context, f runtime.Effect) error {
 }
 
 // AddEffect records an effect.
-func (e *Engine) AddEffect(ctx context.Context, ref string, req runtime.EffectRequest) (runtime.Effect, error) {
+func (v hostVerbs) AddEffect(ctx context.Context, ref string, req runtime.EffectRequest) (runtime.Effect, error) {
 	op := onSandbox("effect add", ref)
 	if len(req.Command) > 0 {
 		op.Program = req.Command[0]
 	}
-	return verb(ctx, e, op, func(ctx context.Context) (runtime.Effect, error) { return e.effects.add(ctx, ref, req) })
+	return verb(ctx, v.e, op, func(ctx context.Context) (runtime.Effect, error) { return v.e.effects.add(ctx, ref, req) })
 }
 
 func (l *effectLog) add(ctx context.Context, ref string, req runtime.EffectRequest) (f runtime.Effect, err error) {
@@ -198,9 +198,9 @@ func lookHost(name string) (string, error) {
 }
 
 // Effects lists the ledger of a sandbox, newest first.
-func (e *Engine) Effects(ctx context.Context, ref string, all bool) ([]runtime.Effect, error) {
-	return verb(ctx, e, reads(onSandbox("effect ls", ref)), func(ctx context.Context) ([]runtime.Effect, error) {
-		return e.effects.list(ctx, ref, all)
+func (v hostVerbs) Effects(ctx context.Context, ref string, all bool) ([]runtime.Effect, error) {
+	return verb(ctx, v.e, reads(onSandbox("effect ls", ref)), func(ctx context.Context) ([]runtime.Effect, error) {
+		return v.e.effects.list(ctx, ref, all)
 	})
 }
 
@@ -228,10 +228,10 @@ func (l *effectLog) list(ctx context.Context, ref string, all bool) (_ []runtime
 }
 
 // RemoveEffect removes an effect from the ledger. It stays on record as removed.
-func (e *Engine) RemoveEffect(ctx context.Context, ref, effect string) error {
+func (v hostVerbs) RemoveEffect(ctx context.Context, ref, effect string) error {
 	op := onSandbox("effect rm", ref)
 	op.To = effect
-	return e.verb(ctx, op, func(ctx context.Context) error { return e.effects.remove(ctx, ref, effect) })
+	return v.e.verb(ctx, op, func(ctx context.Context) error { return v.e.effects.remove(ctx, ref, effect) })
 }
 
 func (l *effectLog) remove(ctx context.Context, ref, effect string) (err error) {

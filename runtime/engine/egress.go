@@ -36,9 +36,9 @@ func checkFilter(s runtime.Spec, host Host) error {
 }
 
 // UpdateEgress changes what a sandbox may reach.
-func (e *Engine) UpdateEgress(ctx context.Context, ref string, change runtime.EgressChange) ([]string, error) {
-	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) ([]string, error) {
-		return e.sandboxes.updateEgress(ctx, ref, change)
+func (v hostVerbs) UpdateEgress(ctx context.Context, ref string, change runtime.EgressChange) ([]string, error) {
+	return verb(ctx, v.e, onSandbox("update", ref), func(ctx context.Context) ([]string, error) {
+		return v.e.sandboxes.updateEgress(ctx, ref, change)
 	})
 }
 

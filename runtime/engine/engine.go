@@ -27,6 +27,13 @@ import (
 type Engine struct {
 	*core
 
+	// The verbs, by the parts of runtime.Service.
+	sandboxVerbs
+	checkpointVerbs
+	imageVerbs
+	leaseVerbs
+	hostVerbs
+
 	// The records that verbs keep beside the store's.
 	events   *eventLog
 	effects  *effectLog
@@ -48,6 +55,23 @@ type Engine struct {
 	recovery   *recovery
 	upkeep     *upkeep
 }
+
+// The verbs of each part of the Service.
+type (
+	sandboxVerbs    struct{ e *Engine }
+	checkpointVerbs struct{ e *Engine }
+	imageVerbs      struct{ e *Engine }
+	leaseVerbs      struct{ e *Engine }
+	hostVerbs       struct{ e *Engine }
+)
+
+var (
+	_ runtime.SandboxService    = sandboxVerbs{}
+	_ runtime.CheckpointService = checkpointVerbs{}
+	_ runtime.ImageService      = imageVerbs{}
+	_ runtime.LeaseService      = leaseVerbs{}
+	_ runtime.HostService       = hostVerbs{}
+)
 
 var _ runtime.Local = (*Engine)(nil)
 
@@ -100,6 +124,8 @@ func New(opts Options) *Engine {
 // furnish makes the rooms, and gives each the others that it uses.
 func (e *Engine) furnish(opts Options) {
 	c := e.core
+	e.sandboxVerbs, e.checkpointVerbs, e.imageVerbs = sandboxVerbs{e}, checkpointVerbs{e}, imageVerbs{e}
+	e.leaseVerbs, e.hostVerbs = leaseVerbs{e}, hostVerbs{e}
 	e.events, e.effects, e.restarts, e.marks = new(eventLog), new(effectLog), new(restartLog), new(marks)
 	e.admission, e.images, e.transfers = new(admission), new(localImages), new(transfers)
 	e.sandboxes, e.checkpoints, e.restores = new(sandboxes), new(checkpoints), new(restores)

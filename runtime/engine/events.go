@@ -32,11 +32,11 @@ type eventLog struct {
 func (evs *eventLog) dir() string { return filepath.Join(evs.store.Root(), "events") }
 
 // Events calls each with the events of a sandbox.
-func (e *Engine) Events(
+func (v hostVerbs) Events(
 	ctx context.Context, ref string, opts runtime.EventOptions, each func(runtime.Event) error,
 ) error {
-	return e.verb(ctx, reads(onSandbox("events", ref)), func(ctx context.Context) error {
-		return e.events.follow(ctx, ref, opts, each)
+	return v.e.verb(ctx, reads(onSandbox("events", ref)), func(ctx context.Context) error {
+		return v.e.events.follow(ctx, ref, opts, each)
 	})
 }
 

@@ -30,20 +30,20 @@ func (bx *sandboxes) onRoot(
 }
 
 // CopyFrom writes a path of the sandbox as a tar stream.
-func (e *Engine) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
-	return e.verb(ctx, errorsNamed(reads(onSandbox("cp", ref))), func(ctx context.Context) error {
-		return e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error {
+func (v sandboxVerbs) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
+	return v.e.verb(ctx, errorsNamed(reads(onSandbox("cp", ref))), func(ctx context.Context) error {
+		return v.e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error {
 			return cptar.From(ctx, root, ids, path, w)
 		})
 	})
 }
 
 // CopyTo extracts a tar stream into a directory of the sandbox.
-func (e *Engine) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
+func (v sandboxVerbs) CopyTo(ctx context.Context, ref, path string, r io.Reader) error {
 	op := onSandbox("cp", ref)
 	op.To, op.ErrorsNamed = path, true
-	return e.verb(ctx, op, func(ctx context.Context) error {
-		return e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error {
+	return v.e.verb(ctx, op, func(ctx context.Context) error {
+		return v.e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error {
 			return cptar.To(ctx, root, ids, path, r)
 		})
 	})
@@ -81,10 +81,10 @@ func (bx *sandboxes) files(ctx context.Context, ref string, fn func(*policy.Jail
 }
 
 // Stat describes a path in the sandbox.
-func (e *Engine) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
-	return verb(ctx, e, errorsNamed(reads(onSandbox("stat", ref))),
+func (v sandboxVerbs) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
+	return verb(ctx, v.e, errorsNamed(reads(onSandbox("stat", ref))),
 		func(ctx context.Context) (out runtime.PathStat, err error) {
-			err = e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
+			err = v.e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
 				st, err := cptar.StatPath(root, path)
 				out = runtime.PathStat(st)
 				return err

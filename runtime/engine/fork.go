@@ -41,9 +41,9 @@ type forkPart struct {
 // id, name, hostname and address. The memory of its processes is the origin's, and its
 // receipt says so. If one fork fails the others stay, and the error comes with their
 // receipts.
-func (e *Engine) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
-	return verb(ctx, e, onSandbox("fork", ref), func(ctx context.Context) ([]runtime.Forked, error) {
-		return e.restores.fork(ctx, ref, opts)
+func (v checkpointVerbs) Fork(ctx context.Context, ref string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
+	return verb(ctx, v.e, onSandbox("fork", ref), func(ctx context.Context) ([]runtime.Forked, error) {
+		return v.e.restores.fork(ctx, ref, opts)
 	})
 }
 

@@ -14,9 +14,9 @@ import (
 
 // History returns the checkpoints of a sandbox, even a removed one, newest first. A
 // checkpoint always comes after its descendants.
-func (e *Engine) History(ctx context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
-	return verb(ctx, e, reads(onSandbox("log", ref)), func(ctx context.Context) ([]runtime.HistoryEntry, error) {
-		return e.checkpoints.history(ctx, ref, opts)
+func (v checkpointVerbs) History(ctx context.Context, ref string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error) {
+	return verb(ctx, v.e, reads(onSandbox("log", ref)), func(ctx context.Context) ([]runtime.HistoryEntry, error) {
+		return v.e.checkpoints.history(ctx, ref, opts)
 	})
 }
 

@@ -27,10 +27,10 @@ type localImages struct {
 }
 
 // ImportImage makes an image from a tarball or a directory.
-func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "image import", Ref: name, From: source},
+func (v imageVerbs) ImportImage(ctx context.Context, name, source string) (runtime.Image, error) {
+	return verb(ctx, v.e, &runtime.Op{Verb: "image import", Ref: name, From: source},
 		func(ctx context.Context) (runtime.Image, error) {
-			to, err := e.imageStore()
+			to, err := v.e.imageStore()
 			if err != nil {
 				return runtime.Image{}, err
 			}
@@ -40,9 +40,9 @@ func (e *Engine) ImportImage(ctx context.Context, name, source string) (runtime.
 }
 
 // ImportImageFrom makes an image from a tar stream.
-func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
-	return verb(ctx, e, on("image import", name), func(ctx context.Context) (runtime.Image, error) {
-		to, err := e.imageStore()
+func (v imageVerbs) ImportImageFrom(ctx context.Context, name string, r io.Reader) (runtime.Image, error) {
+	return verb(ctx, v.e, on("image import", name), func(ctx context.Context) (runtime.Image, error) {
+		to, err := v.e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -52,9 +52,9 @@ func (e *Engine) ImportImageFrom(ctx context.Context, name string, r io.Reader) 
 }
 
 // Images lists all images.
-func (e *Engine) Images(ctx context.Context) ([]runtime.Image, error) {
-	return verb(ctx, e, reads(on("image ls", "")), func(ctx context.Context) ([]runtime.Image, error) {
-		return e.images.listImages(ctx)
+func (v imageVerbs) Images(ctx context.Context) ([]runtime.Image, error) {
+	return verb(ctx, v.e, reads(on("image ls", "")), func(ctx context.Context) ([]runtime.Image, error) {
+		return v.e.images.listImages(ctx)
 	})
 }
 
@@ -83,9 +83,9 @@ func imageView(img image.Image) runtime.Image {
 }
 
 // PullImage fetches an image, or finds it here.
-func (e *Engine) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
-	return verb(ctx, e, on("image pull", ref), func(ctx context.Context) (runtime.Image, error) {
-		from, err := e.imageStore()
+func (v imageVerbs) PullImage(ctx context.Context, ref string, opts image.PullOptions) (runtime.Image, error) {
+	return verb(ctx, v.e, on("image pull", ref), func(ctx context.Context) (runtime.Image, error) {
+		from, err := v.e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -105,10 +105,10 @@ func unreachable(ref string, err error) error {
 }
 
 // PushImage writes an image to another place.
-func (e *Engine) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "image push", Ref: ref, To: to},
+func (v imageVerbs) PushImage(ctx context.Context, ref, to string, opts image.SourceOptions) (runtime.PushedImage, error) {
+	return verb(ctx, v.e, &runtime.Op{Verb: "image push", Ref: ref, To: to},
 		func(ctx context.Context) (runtime.PushedImage, error) {
-			return e.images.pushImage(ctx, ref, to, opts)
+			return v.e.images.pushImage(ctx, ref, to, opts)
 		})
 }
 
@@ -201,9 +201,9 @@ func (im *localImages) put(
 }
 
 // TagImage gives an image one more name.
-func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
-	return e.verb(ctx, &runtime.Op{Verb: "image tag", Ref: ref, To: name}, func(ctx context.Context) error {
-		from, err := e.imageStore()
+func (v imageVerbs) TagImage(ctx context.Context, ref, name string) error {
+	return v.e.verb(ctx, &runtime.Op{Verb: "image tag", Ref: ref, To: name}, func(ctx context.Context) error {
+		from, err := v.e.imageStore()
 		if err == nil {
 			err = from.Tag(ctx, ref, name)
 		}
@@ -212,9 +212,9 @@ func (e *Engine) TagImage(ctx context.Context, ref, name string) error {
 }
 
 // InspectImage returns the details of an image.
-func (e *Engine) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
-	return verb(ctx, e, reads(on("image inspect", ref)), func(ctx context.Context) (runtime.ImageDetails, error) {
-		return e.images.inspectImage(ctx, ref)
+func (v imageVerbs) InspectImage(ctx context.Context, ref string) (runtime.ImageDetails, error) {
+	return verb(ctx, v.e, reads(on("image inspect", ref)), func(ctx context.Context) (runtime.ImageDetails, error) {
+		return v.e.images.inspectImage(ctx, ref)
 	})
 }
 
@@ -243,9 +243,9 @@ func (im *localImages) inspectImage(ctx context.Context, ref string) (out runtim
 }
 
 // VerifyImage reads an image's files again.
-func (e *Engine) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
-	return verb(ctx, e, on("image verify", ref), func(ctx context.Context) (_ runtime.Image, err error) {
-		from, err := e.imageStore()
+func (v imageVerbs) VerifyImage(ctx context.Context, ref string) (runtime.Image, error) {
+	return verb(ctx, v.e, on("image verify", ref), func(ctx context.Context) (_ runtime.Image, err error) {
+		from, err := v.e.imageStore()
 		if err != nil {
 			return runtime.Image{}, err
 		}
@@ -258,9 +258,9 @@ func (e *Engine) VerifyImage(ctx context.Context, ref string) (runtime.Image, er
 }
 
 // PruneImages removes unused images.
-func (e *Engine) PruneImages(ctx context.Context, all bool) (runtime.PrunedImages, error) {
-	return verb(ctx, e, on("image prune", ""), func(ctx context.Context) (runtime.PrunedImages, error) {
-		return e.images.pruneImages(ctx, all)
+func (v imageVerbs) PruneImages(ctx context.Context, all bool) (runtime.PrunedImages, error) {
+	return verb(ctx, v.e, on("image prune", ""), func(ctx context.Context) (runtime.PrunedImages, error) {
+		return v.e.images.pruneImages(ctx, all)
 	})
 }
 
@@ -334,8 +334,8 @@ func (im *localImages) arrived(ctx context.Context, row store.Checkpoint) runtim
 
 // RemoveImage removes an image's name, and its files when no other name has
 // them. The last name of one that a sandbox or a checkpoint needs is refused.
-func (e *Engine) RemoveImage(ctx context.Context, name string) error {
-	return e.verb(ctx, on("image rm", name), func(ctx context.Context) error { return e.images.removeImage(ctx, name) })
+func (v imageVerbs) RemoveImage(ctx context.Context, name string) error {
+	return v.e.verb(ctx, on("image rm", name), func(ctx context.Context) error { return v.e.images.removeImage(ctx, name) })
 }
 
 func (im *localImages) removeImage(ctx context.Context, name string) (err error) {

@@ -28,54 +28,54 @@ type upkeep struct {
 }
 
 // PinCheckpoint protects a checkpoint from Prune, or ends the protection.
-func (e *Engine) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
+func (v checkpointVerbs) PinCheckpoint(ctx context.Context, ref string, pinned bool) error {
 	name := "checkpoint pin"
 	if !pinned {
 		name = "checkpoint unpin"
 	}
-	return e.verb(ctx, onCheckpoint(name, ref), func(ctx context.Context) error {
-		row, err := e.checkpoint(ctx, ref)
+	return v.e.verb(ctx, onCheckpoint(name, ref), func(ctx context.Context) error {
+		row, err := v.e.checkpoint(ctx, ref)
 		if err == nil {
-			err = e.store.Pin(ctx, row.ID, pinned)
+			err = v.e.store.Pin(ctx, row.ID, pinned)
 		}
 		return err
 	})
 }
 
 // TagCheckpoint gives a checkpoint one more name in its sandbox.
-func (e *Engine) TagCheckpoint(ctx context.Context, ref, tag string) error {
+func (v checkpointVerbs) TagCheckpoint(ctx context.Context, ref, tag string) error {
 	op := onCheckpoint("checkpoint tag", ref)
 	op.To = tag
-	return e.verb(ctx, op, func(ctx context.Context) error {
-		row, err := e.checkpoint(ctx, ref)
+	return v.e.verb(ctx, op, func(ctx context.Context) error {
+		row, err := v.e.checkpoint(ctx, ref)
 		if err == nil {
-			err = e.store.Tag(ctx, row.ID, tag)
+			err = v.e.store.Tag(ctx, row.ID, tag)
 		}
 		return err
 	})
 }
 
 // UntagCheckpoint removes the tag of SANDBOX@TAG.
-func (e *Engine) UntagCheckpoint(ctx context.Context, ref string) error {
-	return e.verb(ctx, onCheckpoint("checkpoint untag", ref), func(ctx context.Context) (err error) {
+func (v checkpointVerbs) UntagCheckpoint(ctx context.Context, ref string) error {
+	return v.e.verb(ctx, onCheckpoint("checkpoint untag", ref), func(ctx context.Context) (err error) {
 		sandbox, tag, ok := strings.Cut(ref, "@")
 		if !ok || sandbox == "" || tag == "" {
 			return hint(fmt.Errorf("%w: %q", runtime.ErrInvalid, ref), "Name the tag as SANDBOX@TAG.")
 		}
-		sb, _, err := e.owner(ctx, sandbox)
+		sb, _, err := v.e.owner(ctx, sandbox)
 		if err != nil {
 			return err
 		}
-		return e.store.Untag(ctx, sb.ID, tag)
+		return v.e.store.Untag(ctx, sb.ID, tag)
 	})
 }
 
 // Prune removes the checkpoints that no rule keeps and frees unused space. Without a rule
 // the rules of the sandboxes' policies apply.
-func (e *Engine) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "prune", Ref: opts.Sandbox, About: runtime.AboutSandbox, Reads: opts.DryRun},
+func (v hostVerbs) Prune(ctx context.Context, opts runtime.PruneOptions) (runtime.Pruned, error) {
+	return verb(ctx, v.e, &runtime.Op{Verb: "prune", Ref: opts.Sandbox, About: runtime.AboutSandbox, Reads: opts.DryRun},
 		func(ctx context.Context) (runtime.Pruned, error) {
-			return e.upkeep.prune(ctx, opts)
+			return v.e.upkeep.prune(ctx, opts)
 		})
 }
 
@@ -336,9 +336,9 @@ func (up *upkeep) forget(ctx context.Context, row store.Checkpoint) error {
 }
 
 // Usage returns the disk usage by checkpoint and sandbox.
-func (e *Engine) Usage(ctx context.Context) (runtime.Usage, error) {
-	return verb(ctx, e, reads(on("df", "")), func(ctx context.Context) (runtime.Usage, error) {
-		return e.upkeep.usage(ctx)
+func (v hostVerbs) Usage(ctx context.Context) (runtime.Usage, error) {
+	return verb(ctx, v.e, reads(on("df", "")), func(ctx context.Context) (runtime.Usage, error) {
+		return v.e.upkeep.usage(ctx)
 	})
 }
 
@@ -382,9 +382,9 @@ func (up *upkeep) usage(ctx context.Context) (out runtime.Usage, err error) {
 }
 
 // Verify checks checkpoints, and marks those that are damaged.
-func (e *Engine) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
-	return verb(ctx, e, errorsNamed(on("verify", "")), func(ctx context.Context) (runtime.VerifyReport, error) {
-		return e.upkeep.verify(ctx, opts)
+func (v hostVerbs) Verify(ctx context.Context, opts runtime.VerifyOptions) (runtime.VerifyReport, error) {
+	return verb(ctx, v.e, errorsNamed(on("verify", "")), func(ctx context.Context) (runtime.VerifyReport, error) {
+		return v.e.upkeep.verify(ctx, opts)
 	})
 }
 
@@ -422,9 +422,9 @@ func (up *upkeep) verify(ctx context.Context, opts runtime.VerifyOptions) (out r
 }
 
 // Reindex rebuilds the index of the store from packs and manifests.
-func (e *Engine) Reindex(ctx context.Context) (runtime.Reindexed, error) {
-	return verb(ctx, e, on("store reindex", ""), func(ctx context.Context) (runtime.Reindexed, error) {
-		got, err := e.store.Reindex(ctx)
+func (v hostVerbs) Reindex(ctx context.Context) (runtime.Reindexed, error) {
+	return verb(ctx, v.e, on("store reindex", ""), func(ctx context.Context) (runtime.Reindexed, error) {
+		got, err := v.e.store.Reindex(ctx)
 		return runtime.Reindexed{
 			Packs: got.Packs, Pieces: got.Chunks, Checkpoints: got.Checkpoints, Notes: got.Notes,
 		}, err

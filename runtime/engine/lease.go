@@ -134,12 +134,12 @@ func encodeLease(l runtime.Lease) (json.RawMessage, error) {
 }
 
 // CreateLease creates a lease.
-func (e *Engine) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
-	return verb(ctx, e, on("lease create", req.Name), func(ctx context.Context) (_ runtime.Lease, err error) {
+func (v leaseVerbs) CreateLease(ctx context.Context, req runtime.LeaseRequest) (runtime.Lease, error) {
+	return verb(ctx, v.e, on("lease create", req.Name), func(ctx context.Context) (_ runtime.Lease, err error) {
 		if req.Owner == runtime.OwnerConnection {
 			return runtime.Lease{}, hint(fmt.Errorf("%w: a connection holds a lease as long as the call lasts that makes it", runtime.ErrInvalid), "Use HoldLease, or POST /v1/leases/hold.")
 		}
-		return e.leases.createLease(ctx, req)
+		return v.e.leases.createLease(ctx, req)
 	})
 }
 
@@ -188,9 +188,9 @@ func setLease(l *runtime.Lease, t runtime.LeaseTerms) error {
 }
 
 // Lease describes a lease.
-func (e *Engine) Lease(ctx context.Context, ref string) (runtime.Lease, error) {
-	return verb(ctx, e, errorsNamed(reads(on("lease inspect", ref))), func(ctx context.Context) (runtime.Lease, error) {
-		return e.leases.lease(ctx, ref)
+func (v leaseVerbs) Lease(ctx context.Context, ref string) (runtime.Lease, error) {
+	return verb(ctx, v.e, errorsNamed(reads(on("lease inspect", ref))), func(ctx context.Context) (runtime.Lease, error) {
+		return v.e.leases.lease(ctx, ref)
 	})
 }
 
@@ -204,15 +204,15 @@ func (ls *leases) lease(ctx context.Context, ref string) (_ runtime.Lease, err e
 }
 
 // Leases lists leases.
-func (e *Engine) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) {
-	return verb(ctx, e, reads(on("lease ls", "")), func(ctx context.Context) (_ []runtime.Lease, err error) {
-		rows, err := e.store.Leases(ctx, all)
+func (v leaseVerbs) Leases(ctx context.Context, all bool) ([]runtime.Lease, error) {
+	return verb(ctx, v.e, reads(on("lease ls", "")), func(ctx context.Context) (_ []runtime.Lease, err error) {
+		rows, err := v.e.store.Leases(ctx, all)
 		if err != nil {
 			return nil, err
 		}
 		list := make([]runtime.Lease, len(rows))
 		for i, row := range rows {
-			if list[i], err = e.leases.leaseView(ctx, row); err != nil {
+			if list[i], err = v.e.leases.leaseView(ctx, row); err != nil {
 				return nil, err
 			}
 		}
@@ -254,10 +254,10 @@ func listLease(l *runtime.Lease, m store.LeaseMembers) {
 }
 
 // RenewLease records a heartbeat of the owner, or sets the deadline.
-func (e *Engine) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0},
+func (v leaseVerbs) RenewLease(ctx context.Context, ref string, deadline time.Duration) (runtime.Lease, error) {
+	return verb(ctx, v.e, &runtime.Op{Verb: "lease renew", Ref: ref, Reads: deadline == 0},
 		func(ctx context.Context) (runtime.Lease, error) {
-			return e.leases.renewLease(ctx, ref, deadline)
+			return v.e.leases.renewLease(ctx, ref, deadline)
 		})
 }
 
@@ -281,12 +281,12 @@ func (ls *leases) renewLease(ctx context.Context, ref string, deadline time.Dura
 }
 
 // TransferLease gives a lease another owner.
-func (e *Engine) TransferLease(ctx context.Context, ref string, terms runtime.LeaseTerms) (runtime.Lease, error) {
-	return verb(ctx, e, on("lease transfer", ref), func(ctx context.Context) (_ runtime.Lease, err error) {
+func (v leaseVerbs) TransferLease(ctx context.Context, ref string, terms runtime.LeaseTerms) (runtime.Lease, error) {
+	return verb(ctx, v.e, on("lease transfer", ref), func(ctx context.Context) (_ runtime.Lease, err error) {
 		if terms.Owner == runtime.OwnerConnection {
 			return runtime.Lease{}, fmt.Errorf("%w: no lease can be given to a connection", runtime.ErrInvalid)
 		}
-		return e.leases.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
+		return v.e.leases.changeLease(ctx, ref, false, func(l *runtime.Lease) error { return setLease(l, terms) })
 	})
 }
 
@@ -338,9 +338,9 @@ func over(row store.Lease) error {
 }
 
 // ReleaseLease ends a lease.
-func (e *Engine) ReleaseLease(ctx context.Context, ref string) (runtime.Lease, error) {
-	return verb(ctx, e, on("lease release", ref), func(ctx context.Context) (runtime.Lease, error) {
-		return e.leases.releaseLease(ctx, ref)
+func (v leaseVerbs) ReleaseLease(ctx context.Context, ref string) (runtime.Lease, error) {
+	return verb(ctx, v.e, on("lease release", ref), func(ctx context.Context) (runtime.Lease, error) {
+		return v.e.leases.releaseLease(ctx, ref)
 	})
 }
 
@@ -397,12 +397,12 @@ func (ls *leases) leaseOf(ctx context.Context, sb store.Sandbox, opts runtime.Ch
 }
 
 // HoldLease holds a lease while fn runs.
-func (e *Engine) HoldLease(
+func (v leaseVerbs) HoldLease(
 	ctx context.Context, req runtime.LeaseRequest, fn func(context.Context, runtime.Lease) error,
 ) error {
 	op := on("lease hold", req.Name)
-	return e.verb(ctx, op, func(ctx context.Context) error {
-		return e.leases.holdLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
+	return v.e.verb(ctx, op, func(ctx context.Context) error {
+		return v.e.leases.holdLease(ctx, req, func(ctx context.Context, l runtime.Lease) error {
 			op.Result = l
 			return fn(ctx, l)
 		})

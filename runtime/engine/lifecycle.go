@@ -53,10 +53,10 @@ type sandboxes struct {
 }
 
 // Create creates a sandbox that can be started. On error nothing of it is left.
-func (e *Engine) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, ErrorsNamed: true},
+func (v sandboxVerbs) Create(ctx context.Context, req runtime.CreateRequest) (runtime.Sandbox, error) {
+	return verb(ctx, v.e, &runtime.Op{Verb: "create", Ref: req.Spec.Image, Name: req.Spec.Name, ErrorsNamed: true},
 		func(ctx context.Context) (runtime.Sandbox, error) {
-			return e.sandboxes.createSandbox(ctx, req)
+			return v.e.sandboxes.createSandbox(ctx, req)
 		})
 }
 
@@ -314,13 +314,13 @@ func checkMount(m runtime.Mount) error {
 }
 
 // Start starts a created or exited sandbox.
-func (e *Engine) Start(ctx context.Context, ref string, streams *runtime.Streams) (func() error, error) {
-	return verb(ctx, e, onSandbox("start", ref), func(ctx context.Context) (wait func() error, err error) {
-		sb, err := e.acquire(ctx, ref, "start", lockWait)
+func (v sandboxVerbs) Start(ctx context.Context, ref string, streams *runtime.Streams) (func() error, error) {
+	return verb(ctx, v.e, onSandbox("start", ref), func(ctx context.Context) (wait func() error, err error) {
+		sb, err := v.e.acquire(ctx, ref, "start", lockWait)
 		if err != nil {
 			return nil, err
 		}
-		return e.sandboxes.start(ctx, sb, streams)
+		return v.e.sandboxes.start(ctx, sb, streams)
 	})
 }
 
@@ -493,9 +493,9 @@ func (bx *sandboxes) running(ctx context.Context, ref, verb string) (located, er
 }
 
 // Attach connects streams to a running sandbox's first process.
-func (e *Engine) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
-	return e.verb(ctx, errorsNamed(onSandbox("attach", ref)), func(ctx context.Context) error {
-		return e.sandboxes.attach(ctx, ref, streams)
+func (v sandboxVerbs) Attach(ctx context.Context, ref string, streams runtime.Streams) error {
+	return v.e.verb(ctx, errorsNamed(onSandbox("attach", ref)), func(ctx context.Context) error {
+		return v.e.sandboxes.attach(ctx, ref, streams)
 	})
 }
 
@@ -516,13 +516,13 @@ func (bx *sandboxes) attach(ctx context.Context, ref string, streams runtime.Str
 }
 
 // Exec runs one more process in a running sandbox.
-func (e *Engine) Exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
+func (v sandboxVerbs) Exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
 	op := onSandbox("exec", ref)
 	if len(p.Args) > 0 {
 		op.Program = p.Args[0]
 	}
-	return verb(ctx, e, op, func(ctx context.Context) (int, error) {
-		exit, err := e.sandboxes.exec(ctx, ref, p, streams)
+	return verb(ctx, v.e, op, func(ctx context.Context) (int, error) {
+		exit, err := v.e.sandboxes.exec(ctx, ref, p, streams)
 		if err == nil && !p.Detach {
 			op.Exit = &exit
 		}
@@ -568,10 +568,10 @@ func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, st
 }
 
 // Wait blocks until the sandbox has exited.
-func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
+func (v sandboxVerbs) Wait(ctx context.Context, ref string) (int, error) {
 	op := reads(onSandbox("wait", ref))
-	return verb(ctx, e, op, func(ctx context.Context) (int, error) {
-		sb, err := e.locate(ctx, ref)
+	return verb(ctx, v.e, op, func(ctx context.Context) (int, error) {
+		sb, err := v.e.locate(ctx, ref)
 		if err != nil {
 			return 0, err
 		}
@@ -584,9 +584,9 @@ func (e *Engine) Wait(ctx context.Context, ref string) (int, error) {
 }
 
 // Logs writes what the sandbox's processes printed.
-func (e *Engine) Logs(ctx context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
-	return e.verb(ctx, reads(onSandbox("logs", ref)), func(ctx context.Context) error {
-		sb, err := e.locate(ctx, ref)
+func (v sandboxVerbs) Logs(ctx context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
+	return v.e.verb(ctx, reads(onSandbox("logs", ref)), func(ctx context.Context) error {
+		sb, err := v.e.locate(ctx, ref)
 		if err != nil {
 			return err
 		}
@@ -595,10 +595,10 @@ func (e *Engine) Logs(ctx context.Context, ref string, opts runtime.LogOptions, 
 }
 
 // Kill sends a signal to the sandbox's first process.
-func (e *Engine) Kill(ctx context.Context, ref, signal string) error {
+func (v sandboxVerbs) Kill(ctx context.Context, ref, signal string) error {
 	op := onSandbox("kill", ref)
 	op.Signal = signal
-	return e.verb(ctx, op, func(ctx context.Context) error { return e.sandboxes.kill(ctx, ref, signal) })
+	return v.e.verb(ctx, op, func(ctx context.Context) error { return v.e.sandboxes.kill(ctx, ref, signal) })
 }
 
 func (bx *sandboxes) kill(ctx context.Context, ref, signal string) (err error) {
@@ -662,16 +662,16 @@ func isKill(signal string) bool {
 }
 
 // Pause freezes every process of a running sandbox.
-func (e *Engine) Pause(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error {
-		return e.sandboxes.freeze(ctx, ref, runtime.Running)
+func (v sandboxVerbs) Pause(ctx context.Context, ref string) error {
+	return v.e.verb(ctx, onSandbox("pause", ref), func(ctx context.Context) error {
+		return v.e.sandboxes.freeze(ctx, ref, runtime.Running)
 	})
 }
 
 // Unpause thaws a paused sandbox.
-func (e *Engine) Unpause(ctx context.Context, ref string) error {
-	return e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error {
-		return e.sandboxes.freeze(ctx, ref, runtime.Paused)
+func (v sandboxVerbs) Unpause(ctx context.Context, ref string) error {
+	return v.e.verb(ctx, onSandbox("unpause", ref), func(ctx context.Context) error {
+		return v.e.sandboxes.freeze(ctx, ref, runtime.Paused)
 	})
 }
 

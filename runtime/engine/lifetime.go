@@ -126,11 +126,11 @@ func (lm *limits) acquireOurs(
 }
 
 // UpdateLifetime changes how long a sandbox lives, from now on.
-func (e *Engine) UpdateLifetime(
+func (v hostVerbs) UpdateLifetime(
 	ctx context.Context, ref string, change runtime.LifetimeChange,
 ) (runtime.Sandbox, error) {
-	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.limits.updateLifetime(ctx, ref, change)
+	return verb(ctx, v.e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
+		return v.e.limits.updateLifetime(ctx, ref, change)
 	})
 }
 

@@ -9,12 +9,12 @@ import (
 )
 
 // RemoveCheckpoints deletes the checkpoints that match a filter; see Service.
-func (e *Engine) RemoveCheckpoints(
+func (v checkpointVerbs) RemoveCheckpoints(
 	ctx context.Context, filter runtime.CheckpointFilter,
 ) (runtime.RemovedCheckpoints, error) {
-	return verb(ctx, e, onSandbox("checkpoint rm", filter.Sandbox),
+	return verb(ctx, v.e, onSandbox("checkpoint rm", filter.Sandbox),
 		func(ctx context.Context) (runtime.RemovedCheckpoints, error) {
-			return e.checkpoints.removeCheckpoints(ctx, filter)
+			return v.e.checkpoints.removeCheckpoints(ctx, filter)
 		})
 }
 

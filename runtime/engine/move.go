@@ -36,9 +36,9 @@ type transfers struct {
 }
 
 // ExportCheckpoint writes a checkpoint as one file; see package portable.
-func (e *Engine) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) error {
-	return e.verb(ctx, onCheckpoint("checkpoint export", ref), func(ctx context.Context) error {
-		return e.transfers.exportCheckpoint(ctx, ref, w, opts)
+func (v checkpointVerbs) ExportCheckpoint(ctx context.Context, ref string, w io.Writer, opts runtime.ExportOptions) error {
+	return v.e.verb(ctx, onCheckpoint("checkpoint export", ref), func(ctx context.Context) error {
+		return v.e.transfers.exportCheckpoint(ctx, ref, w, opts)
 	})
 }
 
@@ -144,12 +144,12 @@ func listLower(layers []string, name string) (list []portable.LowerEntry, err er
 }
 
 // ImportCheckpoint reads an archive of agentbox or Podman.
-func (e *Engine) ImportCheckpoint(
+func (v checkpointVerbs) ImportCheckpoint(
 	ctx context.Context, r io.Reader, opts runtime.ImportOptions,
 ) (runtime.Checkpoint, error) {
-	return verb(ctx, e, &runtime.Op{Verb: "checkpoint import", Name: opts.Name},
+	return verb(ctx, v.e, &runtime.Op{Verb: "checkpoint import", Name: opts.Name},
 		func(ctx context.Context) (runtime.Checkpoint, error) {
-			return e.transfers.importCheckpoint(ctx, r, opts)
+			return v.e.transfers.importCheckpoint(ctx, r, opts)
 		})
 }
 
@@ -447,13 +447,13 @@ func statLower(layers []string, name string) (overlay.Entry, error) {
 }
 
 // PushCheckpoint stores a checkpoint in a registry.
-func (e *Engine) PushCheckpoint(
+func (v checkpointVerbs) PushCheckpoint(
 	ctx context.Context, ref, reference string, opts runtime.RegistryOptions,
 ) (runtime.Pushed, error) {
 	op := onCheckpoint("checkpoint push", ref)
 	op.To = reference
-	return verb(ctx, e, op, func(ctx context.Context) (runtime.Pushed, error) {
-		return e.transfers.pushCheckpoint(ctx, ref, reference, opts)
+	return verb(ctx, v.e, op, func(ctx context.Context) (runtime.Pushed, error) {
+		return v.e.transfers.pushCheckpoint(ctx, ref, reference, opts)
 	})
 }
 
@@ -491,11 +491,11 @@ func (t *transfers) pushCheckpoint(
 }
 
 // PullCheckpoint fetches a checkpoint from a registry.
-func (e *Engine) PullCheckpoint(
+func (v checkpointVerbs) PullCheckpoint(
 	ctx context.Context, reference string, opts runtime.RegistryOptions,
 ) (runtime.Checkpoint, error) {
-	return verb(ctx, e, on("checkpoint pull", reference), func(ctx context.Context) (runtime.Checkpoint, error) {
-		return e.transfers.pullCheckpoint(ctx, reference, opts)
+	return verb(ctx, v.e, on("checkpoint pull", reference), func(ctx context.Context) (runtime.Checkpoint, error) {
+		return v.e.transfers.pullCheckpoint(ctx, reference, opts)
 	})
 }
 

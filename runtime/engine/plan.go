@@ -20,12 +20,12 @@ import (
 
 // PlanRestore returns what Restore would change if it were called now. It does not freeze a
 // running sandbox.
-func (e *Engine) PlanRestore(
+func (v checkpointVerbs) PlanRestore(
 	ctx context.Context, ref string, opts runtime.RestoreOptions,
 ) (runtime.RestorePlan, error) {
-	return verb(ctx, e, errorsNamed(reads(onSandbox("restore plan", ref))),
+	return verb(ctx, v.e, errorsNamed(reads(onSandbox("restore plan", ref))),
 		func(ctx context.Context) (runtime.RestorePlan, error) {
-			return e.restores.planRestore(ctx, ref, opts)
+			return v.e.restores.planRestore(ctx, ref, opts)
 		})
 }
 

@@ -8,16 +8,16 @@ import (
 )
 
 // Policies lists the policies of this host.
-func (e *Engine) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
-	return verb(ctx, e, errorsNamed(reads(on("policy ls", ""))), func(context.Context) ([]runtime.PolicyEntry, error) {
-		return ListPolicies(e.policies)
+func (v hostVerbs) Policies(ctx context.Context) ([]runtime.PolicyEntry, error) {
+	return verb(ctx, v.e, errorsNamed(reads(on("policy ls", ""))), func(context.Context) ([]runtime.PolicyEntry, error) {
+		return ListPolicies(v.e.policies)
 	})
 }
 
 // Policy returns the policy with a name.
-func (e *Engine) Policy(ctx context.Context, name string) (*policy.Policy, error) {
-	return verb(ctx, e, errorsNamed(reads(on("policy show", name))), func(context.Context) (*policy.Policy, error) {
-		return e.policies.Find(name)
+func (v hostVerbs) Policy(ctx context.Context, name string) (*policy.Policy, error) {
+	return verb(ctx, v.e, errorsNamed(reads(on("policy show", name))), func(context.Context) (*policy.Policy, error) {
+		return v.e.policies.Find(name)
 	})
 }
 

@@ -100,9 +100,9 @@ func (rec *recovery) lastReconciled() reconciled {
 // does the work of RecoverInterrupted, and it restarts sandboxes as their restart policies
 // say. It leaves alone what a verb is at work on and what is not provably this root's. It is
 // cheap when nothing differs; while another Reconcile is under way it returns ErrBusy.
-func (e *Engine) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
-	return verb(ctx, e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) {
-		return e.recovery.reconcile(ctx, false)
+func (v hostVerbs) Reconcile(ctx context.Context) (runtime.ReconcileReport, error) {
+	return verb(ctx, v.e, on("recover", ""), func(ctx context.Context) (runtime.ReconcileReport, error) {
+		return v.e.recovery.reconcile(ctx, false)
 	})
 }
 

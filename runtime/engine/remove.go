@@ -17,9 +17,9 @@ import (
 )
 
 // Remove removes a sandbox and frees all it has. Its checkpoints stay unless requested.
-func (e *Engine) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) error {
-	return e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error {
-		return e.sandboxes.removeAs(ctx, ref, nil, opts)
+func (v sandboxVerbs) Remove(ctx context.Context, ref string, opts runtime.RemoveOptions) error {
+	return v.e.verb(ctx, onSandbox("rm", ref), func(ctx context.Context) error {
+		return v.e.sandboxes.removeAs(ctx, ref, nil, opts)
 	})
 }
 

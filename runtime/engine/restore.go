@@ -39,9 +39,9 @@ type restores struct {
 // present state, then reads, proves and stages all that is needed beside the files. Then
 // it stops the sandbox, swaps in what differs by renames, and starts the sandbox. If
 // that fails, it puts the files back.
-func (e *Engine) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
-	return verb(ctx, e, onSandbox("restore", ref), func(ctx context.Context) (runtime.Restored, error) {
-		return e.restores.restoreLocked(ctx, ref, nil, opts)
+func (v checkpointVerbs) Restore(ctx context.Context, ref string, opts runtime.RestoreOptions) (runtime.Restored, error) {
+	return verb(ctx, v.e, onSandbox("restore", ref), func(ctx context.Context) (runtime.Restored, error) {
+		return v.e.restores.restoreLocked(ctx, ref, nil, opts)
 	})
 }
 

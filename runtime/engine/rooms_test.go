@@ -13,6 +13,12 @@ func TestRoomsAreFurnished(t *testing.T) {
 	rooms := 0
 	for i := range e.NumField() {
 		room := e.Field(i)
+		if verbs := room; verbs.Kind() == reflect.Struct {
+			if verbs.NumField() != 1 || verbs.Field(0).Pointer() != e.Addr().Pointer() {
+				t.Errorf("%s is not the Engine's", verbs.Type())
+			}
+			continue
+		}
 		if room.Kind() != reflect.Pointer || room.IsNil() {
 			t.Fatalf("Engine.%s is not set", e.Type().Field(i).Name)
 		}

@@ -22,9 +22,9 @@ const (
 
 // Stats returns the usage of sandboxes, newest first, or in the order they are named. A
 // sandbox that ends in the meantime is left out; an unknown name is ErrNotFound.
-func (e *Engine) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
-	return verb(ctx, e, reads(on("top", "")), func(ctx context.Context) ([]runtime.Stats, error) {
-		return e.sandboxes.stats(ctx, opts)
+func (v sandboxVerbs) Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error) {
+	return verb(ctx, v.e, reads(on("top", "")), func(ctx context.Context) ([]runtime.Stats, error) {
+		return v.e.sandboxes.stats(ctx, opts)
 	})
 }
 

@@ -9,12 +9,12 @@ import (
 )
 
 // Stop ends the sandbox's processes. A stopped sandbox is left as it is.
-func (e *Engine) Stop(ctx context.Context, ref string, timeout time.Duration) error {
-	return e.verb(ctx, onSandbox("stop", ref), func(ctx context.Context) error {
+func (v sandboxVerbs) Stop(ctx context.Context, ref string, timeout time.Duration) error {
+	return v.e.verb(ctx, onSandbox("stop", ref), func(ctx context.Context) error {
 		if timeout < 0 {
 			timeout = stopTimeout
 		}
-		return e.sandboxes.stop(ctx, ref, runtime.StopOptions{Timeout: timeout})
+		return v.e.sandboxes.stop(ctx, ref, runtime.StopOptions{Timeout: timeout})
 	})
 }
 
@@ -54,16 +54,16 @@ func (bx *sandboxes) stopFor(ctx context.Context, sb *locked, opts runtime.StopO
 
 // Restart stops a sandbox, if it runs, and starts it. It checks all that a start needs
 // before the stop: a sandbox that could not be started again is not stopped.
-func (e *Engine) Restart(ctx context.Context, ref string, timeout time.Duration) error {
-	return e.verb(ctx, onSandbox("restart", ref), func(ctx context.Context) (err error) {
+func (v sandboxVerbs) Restart(ctx context.Context, ref string, timeout time.Duration) error {
+	return v.e.verb(ctx, onSandbox("restart", ref), func(ctx context.Context) (err error) {
 		if timeout < 0 {
 			timeout = stopTimeout
 		}
-		sb, err := e.acquire(ctx, ref, "restart", lockWait)
+		sb, err := v.e.acquire(ctx, ref, "restart", lockWait)
 		if err != nil {
 			return err
 		}
-		_, err = e.sandboxes.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
+		_, err = v.e.sandboxes.launch(ctx, sb, nil, &runtime.StopOptions{Timeout: timeout})
 		return err
 	})
 }

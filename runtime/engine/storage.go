@@ -73,9 +73,9 @@ func (lm *limits) holdFiles(s runtime.Spec, c runtime.Container) {
 }
 
 // UpdateStorage changes the storage limit of a sandbox, at once if it runs.
-func (e *Engine) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (runtime.Sandbox, error) {
-	return verb(ctx, e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.limits.updateStorage(ctx, ref, change)
+func (v hostVerbs) UpdateStorage(ctx context.Context, ref string, change runtime.StorageChange) (runtime.Sandbox, error) {
+	return verb(ctx, v.e, onSandbox("update", ref), func(ctx context.Context) (runtime.Sandbox, error) {
+		return v.e.limits.updateStorage(ctx, ref, change)
 	})
 }
 

@@ -382,9 +382,9 @@ func mayUse(sb store.Sandbox) error {
 }
 
 // ReleaseHold ends the hold on a sandbox.
-func (e *Engine) ReleaseHold(ctx context.Context, ref string) error {
-	return e.verb(ctx, errorsNamed(onSandbox("release hold", ref)), func(ctx context.Context) error {
-		return e.restores.releaseHold(ctx, ref)
+func (v hostVerbs) ReleaseHold(ctx context.Context, ref string) error {
+	return v.e.verb(ctx, errorsNamed(onSandbox("release hold", ref)), func(ctx context.Context) error {
+		return v.e.restores.releaseHold(ctx, ref)
 	})
 }
 

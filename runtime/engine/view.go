@@ -11,9 +11,9 @@ import (
 )
 
 // Sandbox describes one sandbox as it is now.
-func (e *Engine) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, error) {
-	return verb(ctx, e, reads(onSandbox("inspect", ref)), func(ctx context.Context) (runtime.Sandbox, error) {
-		return e.sandboxes.inspect(ctx, ref)
+func (v sandboxVerbs) Sandbox(ctx context.Context, ref string) (runtime.Sandbox, error) {
+	return verb(ctx, v.e, reads(onSandbox("inspect", ref)), func(ctx context.Context) (runtime.Sandbox, error) {
+		return v.e.sandboxes.inspect(ctx, ref)
 	})
 }
 
@@ -33,9 +33,9 @@ func (bx *sandboxes) inspect(ctx context.Context, ref string) (runtime.Sandbox, 
 const viewsAtOnce = 4
 
 // Sandboxes lists all sandboxes, newest first.
-func (e *Engine) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
-	return verb(ctx, e, reads(on("ps", "")), func(ctx context.Context) ([]runtime.Sandbox, error) {
-		return e.sandboxes.list(ctx)
+func (v sandboxVerbs) Sandboxes(ctx context.Context) ([]runtime.Sandbox, error) {
+	return verb(ctx, v.e, reads(on("ps", "")), func(ctx context.Context) ([]runtime.Sandbox, error) {
+		return v.e.sandboxes.list(ctx)
 	})
 }
 
