@@ -46,7 +46,7 @@ const (
 // What a restart starts from.
 const (
 	RestartFromCommand = "command"
-	RestartFromHead    = "head" // the newest checkpoint: its files, and its processes if it has any
+	RestartFromHead    = "head" // the checkpoint it was last at: its files, and its processes if it has any
 )
 
 // Restart says whether a sandbox that has ended is started again; the zero value: it is not.

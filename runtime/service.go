@@ -254,8 +254,12 @@ type CheckpointOptions struct {
 
 // RestoreOptions modify Restore.
 type RestoreOptions struct {
-	Checkpoint string `json:"checkpoint"` // empty: the newest ready one except undo checkpoints
-	// Trigger and Labels restrict the choice of the newest; not with Checkpoint or Undo.
+	// Checkpoint is a name, tag, id or prefix of one, HEAD, {AGE} or one of these with ~N;
+	// empty: HEAD, the one that the sandbox was last at. Of a removed sandbox that is the
+	// newest except undo checkpoints.
+	Checkpoint string `json:"checkpoint"`
+	// Trigger and Labels choose the newest ready one that has them instead; not with
+	// Checkpoint or Undo.
 	Trigger   string            `json:"trigger"`
 	Labels    map[string]string `json:"labels"`
 	FilesOnly bool              `json:"files_only"` // leave the processes of a full checkpoint out
@@ -283,7 +287,7 @@ type RestoreOptions struct {
 	// signs what is posted to the URL.
 	AlertSecret string `json:"alert_secret"`
 
-	// Foreign allows a foreign checkpoint to be chosen as the newest.
+	// Foreign chooses the newest checkpoint, even a foreign one, unless one is named.
 	Foreign bool `json:"foreign"`
 	// Grants are what the spec of a foreign checkpoint gets if the sandbox is made
 	// from it.

@@ -552,7 +552,10 @@ class Sandbox:
         return self.client.checkpoints(sandbox=self.name, labels=labels, trigger=trigger, ready_only=ready_only)
 
     def restore(self, checkpoint="", trigger="", labels=None, **options):
-        """Puts it back to a checkpoint, or to the newest ready one that matches; NotFound: none does.
+        """Puts it back to a checkpoint: a name, a tag, an id, "HEAD~1" or "{5m}".
+
+        Without one that is HEAD, the one that it was last at, or, with a trigger or labels,
+        the newest ready one that matches; NotFound: there is none.
 
         Returns the service's report: "checkpoint", "undo" (the id of the state that was
         replaced), "changed", "warnings" and so on. options are further members of RestoreOptions.

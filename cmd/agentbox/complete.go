@@ -66,9 +66,14 @@ func (a *app) completeOneSandbox(ok func(runtime.Sandbox) bool) completeFunc {
 }
 
 // checkpointNames lists checkpoints by name, or by id if they have none. For the checkpoints of
-// one sandbox the bare name will do; else it is SANDBOX@NAME.
+// one sandbox the bare name will do, and HEAD is among them; else it is SANDBOX@NAME.
 func (a *app) checkpointNames(cmd *cobra.Command, given []string, filter runtime.CheckpointFilter) (names []string) {
 	a.ask(cmd, func(ctx context.Context, svc runtime.Service) error {
+		if filter.Sandbox != "" {
+			if sb, err := svc.Sandbox(ctx, filter.Sandbox); err == nil && sb.Head != "" {
+				names = append(names, headName("", sb))
+			}
+		}
 		all, err := svc.Checkpoints(ctx, filter)
 		for _, c := range all {
 			name := c.Name
@@ -90,6 +95,11 @@ func (a *app) checkpointNames(cmd *cobra.Command, given []string, filter runtime
 		return err
 	})
 	return names
+}
+
+// headName offers HEAD of a sandbox.
+func headName(prefix string, sb runtime.Sandbox) string {
+	return cobra.CompletionWithDesc(prefix+"HEAD", "where "+sb.Name+" was last, "+shortID(sb.Head))
 }
 
 func (a *app) completeCheckpoints(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
@@ -114,6 +124,15 @@ func (a *app) completeStates(cmd *cobra.Command, args []string, _ string) (names
 	}
 	names = a.sandboxNames(cmd, nil, nil)
 	a.ask(cmd, func(ctx context.Context, svc runtime.Service) error {
+		sandboxes, err := svc.Sandboxes(ctx)
+		if err != nil {
+			return err
+		}
+		for _, sb := range sandboxes {
+			if sb.Head != "" {
+				names = append(names, headName(sb.Name+"@", sb))
+			}
+		}
 		all, err := svc.Checkpoints(ctx, runtime.CheckpointFilter{})
 		for _, c := range all {
 			for _, name := range append([]string{cmp.Or(c.Name, shortID(c.ID))}, c.Tags...) {

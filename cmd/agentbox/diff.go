@@ -76,7 +76,8 @@ state A, a directory before what is in it:
   T  type changed, for example from a file to a symlink
   R  renamed: a file with the same content as one that is gone (old -> new)
 
-A and B are checkpoints of the sandbox, or "image" for the files before it changed any.
+A and B are checkpoints of the sandbox, as 'agentbox --help' says, or "image" for the files before
+it changed any.
 Without A it is the checkpoint that the sandbox was last at, and the image if there is
 none; without B it is what is there now, in a running sandbox as it is found. Directories
 are listed when they came, went, or have another mode, owner or attributes. Volumes and
@@ -98,6 +99,7 @@ changes, and 125 instead of 1 when diff itself fails.`,
 		Example: `  agentbox diff c
   agentbox diff c@before-upgrade
   agentbox diff c@before-upgrade @after-upgrade
+  agentbox diff c@HEAD~1 @HEAD
   agentbox diff --stat c@image
   agentbox diff --patch c@before-upgrade | git apply --directory=src
   agentbox diff --quiet c || agentbox checkpoint c

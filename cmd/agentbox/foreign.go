@@ -24,7 +24,7 @@ type grantOptions struct {
 }
 
 func (o *grantOptions) addFlags(fl *pflag.FlagSet) {
-	fl.BoolVar(&o.Foreign, "foreign", false, "let the newest be a checkpoint that comes from elsewhere")
+	fl.BoolVar(&o.Foreign, "foreign", false, "without CHECKPOINT: the newest, even if it comes from elsewhere")
 	fl.Var(list(&o.Mounts), "mount", "of a checkpoint from elsewhere: mount host directory or file, `SRC:DST[:ro]`")
 	fl.Var(list(&o.Publish), "publish", "of a checkpoint from elsewhere: publish a port, `[IP:]HOST:SANDBOX[/udp]`")
 	fl.StringVar(&o.Policy, "policy", "",

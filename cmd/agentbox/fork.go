@@ -116,6 +116,7 @@ With --format json it prints an array of objects: sandbox (as 'agentbox inspect'
 checkpoint, reseeded, shared, took_ns, warnings.`,
 		Example: `  agentbox fork c
   agentbox fork c@before-upgrade --name try
+  agentbox fork c@HEAD~1
   agentbox fork c@3f2a --mount ./src:/src:ro
   agentbox fork -n 8 --name worker --label run=7 c
   agentbox rm -f $(agentbox fork -q -n 3 c)`,

@@ -67,18 +67,21 @@ func newRestoreCommand(a *app) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "restore [flags] SANDBOX [CHECKPOINT]",
 		Short: "Put a sandbox back to a checkpoint",
-		Long: `Restore makes a sandbox's files exactly those of a checkpoint, the newest ready one unless
-another is named, and lets its processes go on from there. Everything needed is checked
-before the sandbox is touched, and only what differs is. After a files-only checkpoint the command
-starts afresh if it ran then. A removed sandbox is made again from the checkpoint's spec; if its
-image is not here any more, that is pulled by its digest, unless --pull never is given.
+		Long: `Restore makes a sandbox's files exactly those of a checkpoint, and lets its processes go on from
+there. Without CHECKPOINT it is HEAD, the one that the sandbox was last at: taken last, or restored
+last. Everything needed is checked before the sandbox is touched, and only what differs is. After a
+files-only checkpoint the command starts afresh if it ran then.
 
-A checkpoint that was imported or pulled comes from elsewhere (checkpoint ls says "foreign"): it is
-the newest only with --foreign. A sandbox that is made of it gets no bind mounts, no network but an
-own one, no published ports, no restart policy, no labels, no more rights and no other policy than
-"default", unless --mount, --publish and --policy give it some, or --trust-spec all that it asks
-for, which is printed, and has to be confirmed (--yes does). Its command is shown before it runs.
-A sandbox that is there keeps what it has.
+A removed sandbox is at no checkpoint, and comes back at its newest one. It is made again from the
+checkpoint's spec; if its image is not here any more, that is pulled by its digest, unless --pull
+never is given.
+
+A checkpoint that was imported or pulled comes from elsewhere (checkpoint ls says "foreign"): it
+has to be named, or --foreign given, which chooses the newest of all. A sandbox that is made of it
+gets no bind mounts, no network but an own one, no published ports, no restart policy, no labels,
+no more rights and no other policy than "default", unless --mount, --publish and --policy give it
+some, or --trust-spec all that it asks for, which is printed, and has to be confirmed (--yes
+does). Its command is shown before it runs. A sandbox that is there keeps what it has.
 
 Secrets have the values that they have now. Where those of a removed sandbox come from has to be
 said again (--secret); for one that is there, --secret counts for this start.
@@ -131,6 +134,8 @@ its host files could not be put back it prints that object, too, and fails.`,
 		Example: `  agentbox restore c
   agentbox restore --verify c before-upgrade
   agentbox restore c 3f2a
+  agentbox restore c HEAD~1
+  agentbox restore c '@{5m}'
   agentbox restore --trigger tool:apt c
   agentbox restore --dry-run c before-upgrade
   agentbox restore --foreign --mount ./src:/src:ro --publish 127.0.0.1:8080:80 c
@@ -169,7 +174,7 @@ its host files could not be put back it prints that object, too, and fails.`,
 			}
 			if len(args) > 1 {
 				if args[1] == "" {
-					return usageErrorf("CHECKPOINT is empty; leave it out for the newest one")
+					return usageErrorf("CHECKPOINT is empty; leave it out for HEAD, the one that it was last at")
 				}
 				if opts.Undo {
 					return usageErrorf("--undo and CHECKPOINT exclude each other")

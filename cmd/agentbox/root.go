@@ -145,8 +145,13 @@ func newRootCommand(a *app) *cobra.Command {
 processes, and puts it back to any of them exactly.
 
 A SANDBOX is named by its name, its id or a unique prefix of its id, four digits or more.
-A CHECKPOINT is named by its id, a unique prefix of it, or SANDBOX@NAME, where NAME is the
-name it was given, or a tag.
+A CHECKPOINT is named by its id, a unique prefix of it, or by what it is to its sandbox:
+  SANDBOX@NAME    the name it was given, or a tag
+  SANDBOX@HEAD    the one that the sandbox was last at
+  SANDBOX@{5m}    the newest that is at least 5 minutes old, or 90s, 1d12h; or an instant,
+                  {2026-01-02T15:04:05Z}
+~N after any of them goes N steps back in the history ('agentbox log'): SANDBOX@HEAD~2, NAME~1;
+~ is ~1. Beside its SANDBOX a CHECKPOINT needs no SANDBOX@, as in 'agentbox restore c HEAD~2'.
 
 Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once, and
 'agentbox recover' (which every later command also does) puts things in order.`,

@@ -28,7 +28,7 @@ type restartOptions struct{ Policy, From string }
 func (o *restartOptions) addFlags(fl *pflag.FlagSet, what string) {
 	fl.StringVar(&o.Policy, "restart", "", what+", `POLICY`: no, on-failure[:N], always or unless-stopped")
 	fl.Var(choice(&o.From, runtime.RestartFromCommand, runtime.RestartFromHead), "restart-from",
-		"with --restart, from its command, or from its newest checkpoint: `WHAT`, command or head")
+		"with --restart, from its command, or from the checkpoint it was last at: `WHAT`, command or head")
 }
 
 // parse returns nil when nothing was said.

@@ -177,7 +177,7 @@ var allowed = map[string][]string{
 	},
 	"runtime/session": {"runtime"},
 	"runtime/store": {
-		"internal/failpoint", "internal/fault", "internal/guard", "overlay", "runtime/store/pack",
+		"internal/failpoint", "internal/fault", "internal/guard", "overlay", "policy", "runtime/store/pack",
 		"internal/flock", "internal/fsx",
 	},
 	"runtime/store/pack": {"internal/failpoint", "internal/fault", "internal/guard"},

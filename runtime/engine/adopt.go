@@ -56,11 +56,21 @@ func (e *core) checkpoint(ctx context.Context, ref string) (store.Checkpoint, er
 	if at := strings.LastIndexByte(ref, '@'); errors.Is(err, runtime.ErrNotFound) && at > 0 {
 		if sb, e2 := e.find(ctx, ref[:at]); e2 == nil {
 			row, err = e.store.Checkpoint(ctx, sb.ID+ref[at:])
-			if errors.Is(err, runtime.ErrNotFound) { // by the name that was given
+			if errors.Is(err, runtime.ErrNotFound) && !store.Relative(ref[at:]) { // by the name that was given
 				err = hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", ref[:at], ref[at+1:], runtime.ErrNotFound),
 					"List what there is with: agentbox checkpoint ls "+ref[:at])
 			}
 		}
+	}
+	return row, err
+}
+
+// checkpointIn finds a checkpoint that a user names beside its sandbox: one of its own or,
+// failing that, any.
+func (e *core) checkpointIn(ctx context.Context, sandbox, ref string) (store.Checkpoint, error) {
+	row, err := e.store.Checkpoint(ctx, sandbox+"@"+ref)
+	if errors.Is(err, runtime.ErrNotFound) && !store.Relative(ref) {
+		row, err = e.checkpoint(ctx, ref)
 	}
 	return row, err
 }

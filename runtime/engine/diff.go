@@ -222,9 +222,10 @@ func vouched(row store.Checkpoint) time.Time {
 // checkpoint finds a checkpoint of the sandbox or, failing that, one of another sandbox over
 // the same image.
 func (d *differ) checkpoint(ctx context.Context, ref string) (store.Checkpoint, error) {
-	row, err := d.e.store.Checkpoint(ctx, d.sb.ID+"@"+ref)
-	if errors.Is(err, runtime.ErrNotFound) {
-		row, err = d.e.checkpoint(ctx, ref)
+	row, err := d.e.checkpointIn(ctx, d.sb.ID, ref)
+	if errors.Is(err, runtime.ErrNotFound) && store.IsHead(ref) && d.sb.Head != "" {
+		row, err = d.e.store.Checkpoint(ctx, d.sb.Head) // a fork begins at one of its origin
+		ref = d.sb.Head
 	}
 	if err == nil {
 		err = notOwn(d.sb, ref, row)

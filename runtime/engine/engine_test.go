@@ -166,6 +166,8 @@ func TestHistory(t *testing.T) {
 		files := map[string]string{}
 		var replaced map[string]string // by the last restore
 		var history []saved
+		states := map[string]map[string]string{} // of all checkpoints, undo ones included, by id
+		at := ""                                 // the id of the one that it was last at
 		check := func() {
 			got, err := r.Sandbox(ctx, name)
 			if err != nil {
@@ -173,6 +175,9 @@ func TestHistory(t *testing.T) {
 			}
 			if d := cmp.Diff(files, contents(t, got.Upperdir)); d != "" {
 				rt.Fatal(d)
+			}
+			if got.Head != at {
+				rt.Fatalf("head %s, want %s", got.Head, at)
 			}
 		}
 		rt.Repeat(map[string]func(*rapid.T){
@@ -203,20 +208,27 @@ func TestHistory(t *testing.T) {
 					rt.Fatalf("checkpoint: %+v", ck)
 				}
 				history = append(history, saved{ck.ID, maps.Clone(files)})
+				at, states[ck.ID] = ck.ID, maps.Clone(files)
+			},
+			"restore to head": func(rt *rapid.T) {
+				res, err := r.Restore(ctx, name, runtime.RestoreOptions{Verify: true})
+				if at == "" {
+					if !errors.Is(err, runtime.ErrNotFound) {
+						rt.Fatalf("restore to no head: %v", err)
+					}
+					return
+				}
+				if err != nil || res.Checkpoint.ID != at {
+					rt.Fatalf("restored to %s, want %s: %v", res.Checkpoint.ID, at, err)
+				}
+				replaced, files = files, maps.Clone(states[at])
 			},
 			"restore": func(rt *rapid.T) {
 				if len(history) == 0 {
-					_, err := r.Restore(ctx, name, runtime.RestoreOptions{})
-					if !errors.Is(err, runtime.ErrNotFound) {
-						rt.Fatalf("restore without a checkpoint: %v", err)
-					}
 					return
 				}
 				i := rapid.IntRange(0, len(history)-1).Draw(rt, "which")
 				opts := runtime.RestoreOptions{Checkpoint: history[i].id, Verify: true}
-				if i == len(history)-1 && rapid.Bool().Draw(rt, "newest") {
-					opts.Checkpoint = ""
-				}
 				res, err := r.Restore(ctx, name, opts)
 				if err != nil {
 					rt.Fatal(err)
@@ -224,10 +236,10 @@ func TestHistory(t *testing.T) {
 				if res.Sandbox.Head != history[i].id {
 					rt.Fatalf("head %s, want %s", res.Sandbox.Head, history[i].id)
 				}
-				replaced, files = files, maps.Clone(history[i].files)
+				at, replaced, files = history[i].id, files, maps.Clone(history[i].files)
 			},
 			"undo": func(rt *rapid.T) {
-				_, err := r.Restore(ctx, name, runtime.RestoreOptions{Undo: true})
+				res, err := r.Restore(ctx, name, runtime.RestoreOptions{Undo: true})
 				if replaced == nil {
 					if !errors.Is(err, runtime.ErrNotFound) {
 						rt.Fatalf("an undo of nothing: %v", err)
@@ -237,7 +249,8 @@ func TestHistory(t *testing.T) {
 				if err != nil {
 					rt.Fatal(err)
 				}
-				replaced, files = files, replaced
+				at, replaced, files = res.Checkpoint.ID, files, replaced
+				states[at] = maps.Clone(files)
 			},
 			"prune": func(rt *rapid.T) {
 				if _, err := r.Prune(ctx, runtime.PruneOptions{MaxWaste: 0.01}); err != nil {
@@ -251,6 +264,13 @@ func TestHistory(t *testing.T) {
 				i := rapid.IntRange(0, len(history)-1).Draw(rt, "which")
 				if err := r.RemoveCheckpoint(ctx, history[i].id); err != nil {
 					rt.Fatal(err)
+				}
+				if history[i].id == at { // the nearest before it that is left
+					now, err := r.Sandbox(ctx, name)
+					if err != nil || now.Head == at || now.Head != "" && states[now.Head] == nil {
+						rt.Fatalf("head after the removal of %s: %q, %v", at, now.Head, err)
+					}
+					at = now.Head
 				}
 				history = slices.Delete(history, i, i+1)
 			},
@@ -269,7 +289,7 @@ func TestHistory(t *testing.T) {
 					rt.Fatalf("restored after rm: %+v", res)
 				}
 				replaced = nil
-				files = maps.Clone(history[len(history)-1].files)
+				at, files = history[len(history)-1].id, maps.Clone(history[len(history)-1].files)
 			},
 			"": func(*rapid.T) { check() },
 		})

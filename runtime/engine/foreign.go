@@ -32,6 +32,14 @@ func foreignHint(sandbox string) string {
 		sandbox
 }
 
+// foreignHead refuses to choose the foreign checkpoint that a sandbox was last at.
+func foreignHead(sandbox string, row store.Checkpoint) error {
+	return hint(
+		fmt.Errorf("%s@HEAD that was made here: %w: checkpoint %s comes from elsewhere", sandbox, runtime.ErrNotFound,
+			short(row.ID)),
+		"It is not chosen unasked. Name it: agentbox restore "+sandbox+" HEAD")
+}
+
 func onlyForeign(sandbox string) error {
 	return hint(
 		fmt.Errorf("checkpoint of %s that was made here: %w", sandbox, runtime.ErrNotFound),

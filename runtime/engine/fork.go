@@ -152,7 +152,12 @@ func (rs *restores) forkFrom(
 		}
 		return rs.store.Checkpoint(ctx, c.ID)
 	}
-	if row, err = rs.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign); err != nil {
+	if opts.Checkpoint == "" { // a removed sandbox is at no checkpoint
+		row, err = rs.newest(ctx, sb, false, opts.Foreign)
+	} else {
+		row, err = rs.choose(ctx, sb, opts.Checkpoint, false, opts.Foreign)
+	}
+	if err != nil {
 		return row, err
 	}
 	return row, checkDamage(sb.Name, row, false)

@@ -84,40 +84,19 @@ func (r *restoration) keepGiven(opts runtime.RestoreOptions) error {
 	return nil
 }
 
-// choose finds the named checkpoint of a sandbox, or its newest ready one: an undo
-// checkpoint with undo, another one without. A foreign one must be named, or allowed by
-// foreign.
+// choose finds the named checkpoint of a sandbox. Without a name it is the one that the
+// sandbox was last at, with undo the newest undo checkpoint, and with foreign the newest
+// other one, which may then be a foreign one.
 func (rs *restores) choose(
 	ctx context.Context, sb store.Sandbox, ref string, undo, foreign bool,
 ) (row store.Checkpoint, err error) {
-	if ref == "" {
-		rows, err := rs.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
-		if err != nil {
-			return row, err
-		}
-		only := false
-		for _, row := range rows {
-			if (row.Trigger == runtime.TriggerUndo) != undo {
-				continue
-			}
-			if foreign || !row.Foreign {
-				return row, nil
-			}
-			only = true
-		}
-		if only && !undo {
-			return row, onlyForeign(sb.Name)
-		}
-		if undo {
-			return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, runtime.ErrNotFound),
-				"A restore keeps what it replaces, unless it is told --no-undo.")
-		}
-		return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, runtime.ErrNotFound),
-			"Take one with: agentbox checkpoint "+sb.Name)
-	}
-	row, err = rs.store.Checkpoint(ctx, sb.ID+"@"+ref)
-	if errors.Is(err, runtime.ErrNotFound) {
-		row, err = rs.checkpoint(ctx, ref)
+	switch {
+	case ref == "" && (undo || foreign):
+		return rs.newest(ctx, sb, undo, foreign)
+	case ref == "":
+		row, err = rs.atHead(ctx, sb)
+	default:
+		row, err = rs.checkpointIn(ctx, sb.ID, ref)
 	}
 	if err == nil {
 		if err := notOwn(sb, ref, row); err != nil {
@@ -144,6 +123,52 @@ func (rs *restores) choose(
 		return row, fmt.Errorf("%w: checkpoint %s is %s: %s", runtime.ErrState, short(row.ID), row.Status, row.Error)
 	}
 	return row, nil
+}
+
+// atHead finds the checkpoint that a sandbox was last at, unless that is a foreign one,
+// which has to be named.
+func (rs *restores) atHead(ctx context.Context, sb store.Sandbox) (store.Checkpoint, error) {
+	row, err := rs.store.Head(ctx, sb)
+	switch {
+	case err == nil && row.Foreign:
+		return row, foreignHead(sb.Name, row)
+	case errors.Is(err, runtime.ErrNotFound) && sb.Head == "":
+		// The reason may be that there is none at all.
+		if _, none := rs.newest(ctx, sb, false, false); none != nil {
+			return row, none
+		}
+	}
+	return row, err
+}
+
+// newest finds the newest ready checkpoint of a sandbox: an undo checkpoint with undo,
+// another one without. Only with foreign may it be a foreign one.
+func (rs *restores) newest(
+	ctx context.Context, sb store.Sandbox, undo, foreign bool,
+) (row store.Checkpoint, err error) {
+	rows, err := rs.store.Checkpoints(ctx, store.Filter{SandboxID: sb.ID})
+	if err != nil {
+		return row, err
+	}
+	only := false
+	for _, row := range rows {
+		if (row.Trigger == runtime.TriggerUndo) != undo {
+			continue
+		}
+		if foreign || !row.Foreign {
+			return row, nil
+		}
+		only = true
+	}
+	if only && !undo {
+		return row, onlyForeign(sb.Name)
+	}
+	if undo {
+		return row, hint(fmt.Errorf("undo checkpoint of %s: %w", sb.Name, runtime.ErrNotFound),
+			"A restore keeps what it replaces, unless it is told --no-undo.")
+	}
+	return row, hint(fmt.Errorf("checkpoint of %s: %w", sb.Name, runtime.ErrNotFound),
+		"Take one with: agentbox checkpoint "+sb.Name)
 }
 
 // notOwn refuses a bare name that matches only a checkpoint of another sandbox: a bare name
@@ -185,10 +210,7 @@ func (rs *restores) recreate(
 
 	if ref != "" {
 		// The checkpoint may belong to an older of several removed sandboxes of that name.
-		if row, err = rs.store.Checkpoint(ctx, name+"@"+ref); errors.Is(err, runtime.ErrNotFound) {
-			row, err = rs.checkpoint(ctx, ref)
-		}
-		if err != nil {
+		if row, err = rs.checkpointIn(ctx, name, ref); err != nil {
 			return err
 		}
 		if row.SandboxName != name && row.SandboxID != name {

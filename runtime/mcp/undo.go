@@ -19,12 +19,15 @@ const (
 
 // checkpointOf finds a checkpoint of this sandbox, and of no other.
 func (s *Server) checkpointOf(ctx context.Context, b *box, ref string) (string, error) {
-	var denied error
+	var denied, first error
 	// A bare name is meant in this sandbox first.
 	for _, full := range []string{b.name + "@" + ref, ref} {
 		c, err := s.svc.CheckpointInfo(ctx, full)
 		if err == nil && c.Sandbox == b.id {
 			return c.ID, nil
+		}
+		if first == nil {
+			first = err
 		}
 		if err != nil && !errors.Is(err, runtime.ErrNotFound) && !errors.Is(err, runtime.ErrInvalid) {
 			denied = err
@@ -32,6 +35,9 @@ func (s *Server) checkpointOf(ctx context.Context, b *box, ref string) (string, 
 	}
 	if denied != nil {
 		return "", denied
+	}
+	if first != nil && (strings.ContainsAny(ref, "~{^") || strings.EqualFold(ref, "HEAD")) {
+		return "", first // it says what is wrong with the steps or the time
 	}
 	return "", &runtime.Error{Op: "find", ID: ref, Err: fmt.Errorf("no such checkpoint of sandbox %s: %w", b.name,
 		runtime.ErrNotFound), Hint: "log lists them."}
@@ -82,7 +88,7 @@ func warnings(all []string) string {
 
 type restoreArgs struct {
 	Target
-	Checkpoint string `json:"checkpoint,omitempty" jsonschema:"id or name; omit it for the newest"`
+	Checkpoint string `json:"checkpoint,omitempty" jsonschema:"id or name, HEAD~1 for the one before the last, or {5m} for the newest that is at least 5 minutes old; omit it for HEAD, the one that the sandbox was last at"`
 	FilesOnly  bool   `json:"files_only,omitempty" jsonschema:"start the processes afresh"`
 	Undo       bool   `json:"undo,omitempty" jsonschema:"take the last restore back instead"`
 }

@@ -194,37 +194,41 @@ func (r *records) NewestOfName(ctx context.Context, sandboxName string, foreign 
 	return list[0], nil
 }
 
-// Checkpoint finds one by its id, by SANDBOX@NAME, SANDBOX@TAG or
-// SANDBOX@IDPREFIX, by a name or a tag that only one ready checkpoint has, or by
-// a unique prefix of its id, in this order. Names and tags lead to ready ones
-// only; ids lead to failed ones too.
-// SANDBOX is a name, an id or a prefix, of a removed sandbox too.
+// Checkpoint finds one by its id, by SANDBOX@REF (see ref), by a name or a tag that only one
+// ready checkpoint has, or by a unique prefix of its id, in this order. Names and tags lead
+// to ready ones only; ids lead to failed ones too. Steps back (~N) may follow each of them.
+// SANDBOX is a name, an id or a prefix, of a removed sandbox too. What SANDBOX@REF leads to
+// is always a checkpoint of that sandbox.
 func (r *records) Checkpoint(ctx context.Context, ref string) (Checkpoint, error) {
-	sandbox, name, scoped := strings.Cut(ref, "@")
-	var list []Checkpoint
-	var err error
-	switch {
-	case ref == "" || scoped && (sandbox == "" || name == ""):
+	sandbox, text, scoped := strings.Cut(ref, "@")
+	if ref == "" || scoped && (sandbox == "" || text == "") {
 		return Checkpoint{}, fmt.Errorf("checkpoint %q: give an id, a name or SANDBOX@NAME: %w", ref, fault.ErrInvalid)
-	case scoped:
-		return r.scoped(ctx, ref, sandbox, name)
-	case isID(ref):
-		list, err = r.checkpoints(ctx, "WHERE id = ?", ref)
-	default:
-		list, err = r.named(ctx, ref, "?2", true)
 	}
+	if scoped {
+		return r.scoped(ctx, ref, sandbox, text)
+	}
+	if isID(ref) {
+		list, err := r.checkpoints(ctx, "WHERE id = ?", ref)
+		return first(ref, list, err)
+	}
+	p, err := parseRef(ref)
 	if err != nil {
 		return Checkpoint{}, err
 	}
-	return only(ref, list)
+	list, err := r.resolve(ctx, p, ref, scope{where: "?2", arg: true})
+	return first(ref, list, err)
 }
 
 // scoped looks among the checkpoints of a living sandbox first, then of removed ones.
-func (r *records) scoped(ctx context.Context, ref, sandbox, name string) (Checkpoint, error) {
+func (r *records) scoped(ctx context.Context, ref, sandbox, text string) (Checkpoint, error) {
+	p, err := parseRef(text)
+	if err != nil {
+		return Checkpoint{}, err
+	}
 	b, err := r.Sandbox(ctx, sandbox)
 	switch {
 	case err == nil:
-		list, err := r.named(ctx, name, "sandbox_id = ?2", b.ID)
+		list, err := r.resolve(ctx, p, text, scope{called: b.Name, where: "sandbox_id = ?2", arg: b.ID, head: b.Head})
 		if err != nil || len(list) > 0 {
 			return first(ref, list, err)
 		}
@@ -232,9 +236,11 @@ func (r *records) scoped(ctx context.Context, ref, sandbox, name string) (Checkp
 		return Checkpoint{}, err
 	}
 	const removed = " AND sandbox_id NOT IN (SELECT id FROM sandboxes)"
-	list, err := r.named(ctx, name, "sandbox_name = ?2"+removed, sandbox)
+	in := scope{called: sandbox, where: "sandbox_name = ?2" + removed, arg: sandbox, gone: true}
+	list, err := r.resolve(ctx, p, text, in)
 	if err == nil && len(list) == 0 && isPrefix(sandbox) {
-		list, err = r.named(ctx, name, "sandbox_id >= ?2 AND sandbox_id < ?2 || 'g'"+removed, sandbox)
+		in.where = "sandbox_id >= ?2 AND sandbox_id < ?2 || 'g'" + removed
+		list, err = r.resolve(ctx, p, text, in)
 	}
 	return first(ref, list, err)
 }
