@@ -76,7 +76,7 @@ func TestCounter(t *testing.T) {
 	lines := func() int { return len(b.printed("c")) }
 	b.pauseAndCheck("c")
 
-	// The newest, unnamed; then the older one; the newer one by its name; and
+	// Where it was last, unnamed; then the older one; the newer one by its name; and
 	// the older one by a prefix of its id.
 	for _, try := range []struct {
 		args      []string

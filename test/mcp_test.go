@@ -275,6 +275,13 @@ func everyTool(a *agent) {
 	a.refuses(`not made in this session`, "remove_sandbox", args{"sandbox": "c"})
 	a.refuses(`no such sandbox in this session`, "read_file", args{"sandbox": fork, "path": "x"})
 	a.refuses(`(?i)not found|no such`, "run_command", args{"command": "true", "cwd": "/none"})
+
+	// By where it was last, and by steps back from there.
+	a.does(`\(one\).*attempt 4`, "restore", args{"checkpoint": "one"})
+	a.does(`\(two\)`, "checkpoint", args{"name": "two"})
+	a.does(`\(one\).*attempt 5`, "restore", args{"checkpoint": "HEAD~1"})
+	a.does(`\(one\).*attempt 6`, "restore", args{})
+	a.refuses(`c@HEAD~1: the history of c has 1 checkpoint`, "restore", args{"checkpoint": "HEAD~1"})
 }
 
 func TestMCPModes(t *testing.T) {

@@ -104,8 +104,9 @@ func TestRestartPolicies(t *testing.T) {
 // firstRestarts is longer than the first restart of a sandbox takes to begin.
 const firstRestarts = 200 * time.Millisecond
 
-// TestRestartFromHead has a sandbox come back from its newest checkpoint, files
-// and processes, again and again; before there is one from its command.
+// TestRestartFromHead has a sandbox come back from the checkpoint that it was last at, files
+// and processes, again and again, also where that is not the newest; before there is one
+// from its command.
 func TestRestartFromHead(t *testing.T) {
 	t.Parallel()
 	b := memoryBox(t)
@@ -131,6 +132,15 @@ func TestRestartFromHead(t *testing.T) {
 			t.Errorf("it is at %d, the checkpoint was at %d", now, at)
 		}
 	}
+	b.sh("s", "echo newest > /work")
+	b.checkpoint("s")
+	b.ok("restore", "s", "HEAD~1")
+	n := b.restarts("s").Count
+	b.crash("s")
+	b.eventually("it comes back", func() bool {
+		return b.restarts("s").Count == n+1 && b.inspect("s").Status == "running"
+	})
+	equal(b, "work of an older head", strings.TrimSpace(b.file("s", "work")), "kept")
 }
 
 // TestRestartKilled kills the process that restarts a sandbox, before it does and

@@ -382,7 +382,7 @@ class Client:
                           *[("label", "%s=%s" % kv) for kv in (labels or {}).items()])
 
     def checkpoint(self, ref):
-        """One by id, the beginning of its id, or SANDBOX@NAME."""
+        """One by id, the beginning of its id, SANDBOX@NAME, SANDBOX@HEAD~1 or SANDBOX@{5m}."""
         return self.get("checkpoints/" + _segment(ref))
 
     def delete(self, *ids, policy="", labels=None, trigger="", sandbox=""):

@@ -78,6 +78,28 @@ class TestService(unittest.TestCase):
             box.unpause()
             self.reaches(box, 21)
 
+    def test_refs(self):
+        with self.client.session() as session:
+            box = self.run_box(session)
+            with self.assertRaises(agentbox.NotFound):
+                box.restore()
+            ids = []
+            for name in "a", "b":
+                box.write("/state", name.encode())
+                ids.append(box.checkpoint(name="name-" + name, files_only=True))
+            name = box.inspect()["name"]
+            for ref, want in {"HEAD": 1, "HEAD~1": 0, "{0s}": 1, "@{0s}~": 0, "name-b~1": 0}.items():
+                self.assertEqual(self.client.checkpoint(name + "@" + ref)["id"], ids[want], ref)
+            self.assertEqual(box.restore("HEAD~1")["checkpoint"]["id"], ids[0])
+            box.write("/state", b"work")
+            self.assertEqual(box.restore()["checkpoint"]["id"], ids[0])
+            self.assertEqual(box.read("/state"), b"a")
+            with self.assertRaises(agentbox.NotFound) as caught:
+                box.restore("HEAD~1")
+            self.assertIn("%s@HEAD~1: the history of %s has 1 checkpoint" % (name, name), str(caught.exception))
+            with self.assertRaises(agentbox.Invalid):
+                self.client.checkpoint(name + "@HEAD^")
+
     def test_exec(self):
         with self.client.session() as session:
             box = self.run_box(session)

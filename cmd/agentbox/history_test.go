@@ -508,10 +508,11 @@ func TestDiffPatch(t *testing.T) {
 
 func TestHistoryComplete(t *testing.T) {
 	f := history()
+	f.sandboxes[1].Head = f.checkpoints[1].ID
 	for args, want := range map[string]string{
-		"fork ":                         "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@9abc9abc9abc\tfull\nrun@before\tfull\nrun@good\tfull\nrun@v1\tfull\n",
-		"diff ":                         "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@9abc9abc9abc\tfull\nrun@before\tfull\nrun@good\tfull\nrun@v1\tfull\n",
-		"restore run ":                  "9abc9abc9abc\tfull of run\nbefore\tfull of run\ngood\tfull of run\nv1\tfull of run\n",
+		"fork ":                         "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@HEAD\twhere run was last, 3f2a3f2a3f2a\nrun@9abc9abc9abc\tfull\nrun@before\tfull\nrun@good\tfull\nrun@v1\tfull\n",
+		"diff ":                         "new\tcreated\nrun\trunning\nice\tpaused\nend\texited\nrun@HEAD\twhere run was last, 3f2a3f2a3f2a\nrun@9abc9abc9abc\tfull\nrun@before\tfull\nrun@good\tfull\nrun@v1\tfull\n",
+		"restore run ":                  "HEAD\twhere run was last, 3f2a3f2a3f2a\n9abc9abc9abc\tfull of run\nbefore\tfull of run\ngood\tfull of run\nv1\tfull of run\n",
 		"checkpoint pin run@before ":    "9abc9abc9abc\tfull of run\nrun@good\tfull of run\nrun@v1\tfull of run\n",
 		"checkpoint untag run@v1 ":      "run@good\ttag of 3f2a3f2a3f2a\n",
 		"checkpoint tag x ":             "",

@@ -107,7 +107,8 @@ func TestEngine(t *testing.T) {
 // throughService are the scripts that the service runs, too: every kind of stream
 // and of error.
 var throughService = []string{
-	"attach", "audit", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "signals",
+	"attach", "audit", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "refs",
+	"signals",
 }
 
 // serve runs the service of a script, and has commands use it.

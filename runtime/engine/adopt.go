@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"strings"
 
+	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -56,7 +57,7 @@ func (e *core) checkpoint(ctx context.Context, ref string) (store.Checkpoint, er
 	if at := strings.LastIndexByte(ref, '@'); errors.Is(err, runtime.ErrNotFound) && at > 0 {
 		if sb, e2 := e.find(ctx, ref[:at]); e2 == nil {
 			row, err = e.store.Checkpoint(ctx, sb.ID+ref[at:])
-			if errors.Is(err, runtime.ErrNotFound) && !store.Relative(ref[at:]) { // by the name that was given
+			if unknown(err) { // by the name that was given
 				err = hint(fmt.Errorf("sandbox %s has no checkpoint %q: %w", ref[:at], ref[at+1:], runtime.ErrNotFound),
 					"List what there is with: agentbox checkpoint ls "+ref[:at])
 			}
@@ -69,11 +70,15 @@ func (e *core) checkpoint(ctx context.Context, ref string) (store.Checkpoint, er
 // failing that, any.
 func (e *core) checkpointIn(ctx context.Context, sandbox, ref string) (store.Checkpoint, error) {
 	row, err := e.store.Checkpoint(ctx, sandbox+"@"+ref)
-	if errors.Is(err, runtime.ErrNotFound) && !store.Relative(ref) {
+	if unknown(err) {
 		row, err = e.checkpoint(ctx, ref)
 	}
 	return row, err
 }
+
+// unknown reports whether an error of the store says no more than that there is no such
+// checkpoint. One with a hint says why: the name is there, and the history is too short.
+func unknown(err error) bool { return errors.Is(err, runtime.ErrNotFound) && len(fault.Hint(err)) == 0 }
 
 // adopt finds or creates the record of a container that its engine knows.
 func (e *core) adopt(ctx context.Context, backend, ref string) (store.Sandbox, error) {

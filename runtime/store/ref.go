@@ -117,15 +117,8 @@ func (p ref) before(now time.Time) int64 {
 	return at.UnixNano()
 }
 
-// relative reports whether only a sandbox gives p a meaning.
-func (p ref) relative() bool { return p.head || p.base == "" || strings.EqualFold(p.base, refImage) }
-
-// Relative reports whether only a sandbox gives a ref a meaning, as it does to HEAD~2, {5m}
-// and image, but not to a name.
-func Relative(text string) bool {
-	p, err := parseRef(text)
-	return err == nil && p.relative()
-}
+// image reports whether p is the image, which is no checkpoint.
+func (p ref) image() bool { return strings.EqualFold(p.base, refImage) }
 
 // IsHead reports whether a ref is HEAD itself.
 func IsHead(text string) bool {
@@ -160,7 +153,7 @@ func (r *records) base(ctx context.Context, p ref, text string, in scope) ([]Che
 	}
 	if !p.head {
 		list, err := r.named(ctx, p.base, in.where, in.arg)
-		if err == nil && len(list) == 0 && p.relative() {
+		if err == nil && len(list) == 0 && p.image() {
 			err = r.noImage(ctx, text, in)
 		}
 		return list, err

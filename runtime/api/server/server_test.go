@@ -41,6 +41,7 @@ type service struct {
 	checkpoints func(runtime.CheckpointFilter) ([]runtime.Checkpoint, error)
 	create      func(runtime.CreateRequest) (runtime.Sandbox, error)
 	fork        func(runtime.ForkOptions) ([]runtime.Forked, error)
+	info        func(string) (runtime.Checkpoint, error)
 	pause       func() error
 	restore     func(context.Context, runtime.RestoreOptions) (runtime.Restored, error)
 	sandbox     func() (runtime.Sandbox, error)
@@ -68,6 +69,9 @@ func (s *service) Checkpoints(_ context.Context, f runtime.CheckpointFilter) ([]
 }
 func (s *service) Create(_ context.Context, r runtime.CreateRequest) (runtime.Sandbox, error) {
 	return s.create(r)
+}
+func (s *service) CheckpointInfo(_ context.Context, ref string) (runtime.Checkpoint, error) {
+	return s.info(ref)
 }
 func (s *service) Fork(_ context.Context, _ string, o runtime.ForkOptions) ([]runtime.Forked, error) {
 	return s.fork(o)
@@ -167,6 +171,38 @@ func TestErrors(t *testing.T) {
 		}
 		if errors.As(err, &exec) && (!errors.As(got, &exec) || exec.Code != 127 || exec.Command != "x") {
 			t.Errorf("%#v", got)
+		}
+	}
+}
+
+// A checkpoint arrives by the name that the client was given, whatever is in it.
+func TestCheckpointRefs(t *testing.T) {
+	var asked string
+	svc := &service{info: func(ref string) (runtime.Checkpoint, error) {
+		asked = ref
+		return runtime.Checkpoint{ID: "x"}, nil
+	}}
+	socket := serving(t, svc, Options{})
+	c := client(t, socket)
+	for _, ref := range []string{
+		"c@HEAD~2", "c@{5m}", "c@@{5m}~1", "c@{2026-01-02T17:04:05+02:00}", "docker://web@HEAD~", "c@a/b", "c@%7E", "c@a b?#",
+	} {
+		got, err := c.CheckpointInfo(t.Context(), ref)
+		if err != nil || got.ID != "x" || asked != ref {
+			t.Errorf("%q arrived as %q: %+v, %v", ref, asked, got, err)
+		}
+	}
+	// Other clients escape more than they have to, or less.
+	for path, want := range map[string]string{
+		"c%40HEAD%7E2": "c@HEAD~2", "c@HEAD~2": "c@HEAD~2", "c%40%7B5m%7D": "c@{5m}", "c@{5m}": "c@{5m}",
+	} {
+		r, err := c.http.Get("http://agentbox/v1/checkpoints/" + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Body.Close()
+		if r.StatusCode != http.StatusOK || asked != want {
+			t.Errorf("%s arrived as %q, %s", path, asked, r.Status)
 		}
 	}
 }
