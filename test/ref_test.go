@@ -53,7 +53,8 @@ func TestHead(t *testing.T) {
 	for ref, want := range map[string]string{"c@HEAD": d, "c@HEAD~1": a, "c@d~": a, "c@b~1": a, "c@{0s}": d} {
 		equal(b, ref, decode[[]checkpoint](b, b.ok("checkpoint", "inspect", ref))[0].ID, want)
 	}
-	if said := b.fails(3, "restore", "c", "HEAD~2"); !strings.Contains(said, "c@HEAD~2: the history of c has 2 checkpoints") {
+	said := b.fails(3, "restore", "c", "HEAD~2")
+	if !strings.Contains(said, "c@HEAD~2: the history of c has 2 checkpoints") {
 		t.Error(said)
 	}
 	equal(b, "diff", strings.TrimSpace(b.ok("diff", "--name-only", "c@HEAD~1", "@HEAD")), "/count\n/state")

@@ -37,7 +37,8 @@ func TestForeignHead(t *testing.T) {
 	if sb, err := f.Sandbox(ctx, "box"); err != nil || sb.Head != wish {
 		t.Errorf("head %s, %v, want %s", sb.Head, err, wish)
 	}
-	if out, err = f.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: "HEAD"}); err != nil || out.Checkpoint.ID != wish {
+	out, err = f.Restore(ctx, "box", runtime.RestoreOptions{Checkpoint: "HEAD"})
+	if err != nil || out.Checkpoint.ID != wish {
 		t.Errorf("HEAD by its name: %+v, %v", out.Checkpoint, err)
 	}
 	if _, err = f.CheckpointInfo(ctx, "box@{0s}"); err != nil {

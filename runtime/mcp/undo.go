@@ -88,7 +88,7 @@ func warnings(all []string) string {
 
 type restoreArgs struct {
 	Target
-	Checkpoint string `json:"checkpoint,omitempty" jsonschema:"id or name, HEAD~1 for the one before the last, or {5m} for the newest that is at least 5 minutes old; omit it for HEAD, the one that the sandbox was last at"`
+	Checkpoint string `json:"checkpoint,omitempty" jsonschema:"id, name, HEAD~1 for the one before HEAD, or {5m} for the newest at least 5 minutes old; omit it for HEAD, where the sandbox was last"`
 	FilesOnly  bool   `json:"files_only,omitempty" jsonschema:"start the processes afresh"`
 	Undo       bool   `json:"undo,omitempty" jsonschema:"take the last restore back instead"`
 }

@@ -73,7 +73,9 @@ func TestParseRef(t *testing.T) {
 
 // No text makes parseRef panic, each error has a way out, and what it takes is bounded.
 func FuzzRef(f *testing.F) {
-	for _, text := range []string{"a", "HEAD~2", "@{5m}~1", "{2026-01-02T15:04:05Z}", "HEAD^", "~", "{", "c@x~1", "image~"} {
+	for _, text := range []string{
+		"a", "HEAD~2", "@{5m}~1", "{2026-01-02T15:04:05Z}", "HEAD^", "~", "{", "c@x~1", "image~",
+	} {
 		f.Add(text)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
