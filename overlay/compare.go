@@ -40,6 +40,13 @@ type CompareOptions struct {
 // Verify compares dir in every respect with the tree that a TreeWriter wrote,
 // reading all of it. No difference and no error is proof of equality.
 func Verify(ctx context.Context, dir string, tree io.Reader, opts CompareOptions) ([]Difference, error) {
+	return VerifyEntries(ctx, dir, TreeEntries(tree), opts)
+}
+
+// VerifyEntries is Verify for a sequence of entries.
+func VerifyEntries(
+	ctx context.Context, dir string, want iter.Seq2[Entry, error], opts CompareOptions,
+) ([]Difference, error) {
 	if opts.Block == 0 {
 		var fs unix.Statfs_t
 		if err := unix.Statfs(dir, &fs); err != nil {
@@ -48,7 +55,7 @@ func Verify(ctx context.Context, dir string, tree io.Reader, opts CompareOptions
 		opts.Block = max(int64(fs.Bsize), 4096)
 	}
 	opts.sameContent = func(want, got *Entry) (bool, error) { return holdsContent(ctx, dir, want, got) }
-	return Compare(TreeEntries(tree), DirEntries(ctx, dir, WalkOptions{Digest: true}), opts)
+	return Compare(want, DirEntries(ctx, dir, WalkOptions{Digest: true}), opts)
 }
 
 // Compare merges two sequences in the order of ComparePaths and tells where got
