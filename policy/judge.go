@@ -53,7 +53,9 @@ type Request struct {
 
 // Mount is one mount that is asked for.
 type Mount struct {
-	Type, Source, Target string // "bind", "volume", "tmpfs" or "secret": a file that is read for the sandbox
+	// "bind", "volume", "tmpfs", "workspace": a directory that is read, or "secret": a file that
+	// is read for the sandbox
+	Type, Source, Target string
 	ReadOnly             bool
 }
 
@@ -224,10 +226,10 @@ func (j *judging) mounts() {
 			mode = "ro"
 		}
 		switch m.Type {
-		case "bind", "secret":
+		case "bind", "secret", "workspace":
 			what := fmt.Sprintf("mount %s (%s)", m.Source, mode)
-			if m.Type == "secret" {
-				what = "secret of " + m.Source
+			if m.Type != "bind" {
+				what = m.Type + " of " + m.Source
 			}
 			real, err := filepath.EvalSymlinks(m.Source)
 			if err != nil {
@@ -238,7 +240,7 @@ func (j *judging) mounts() {
 				what += ", which really is " + real
 			}
 			m.Source = real
-			j.mount(what, real, m.ReadOnly)
+			j.mount(what, real, m.ReadOnly || m.Type == "workspace")
 		case "volume":
 			j.note(verdict(j.Rules.Volumes), "volume "+m.Source, "mounts.volumes", strconv.FormatBool(j.Rules.Volumes))
 		}

@@ -495,6 +495,8 @@ labels: [owner, "team=a*"]
 		{"digest", Request{Image: "debianx", Digests: []string{digest}}, ""},
 		{"beneath", Request{Mounts: []Mount{{Type: "bind", Source: dir + "/work/sub"}}}, ""},
 		{"by a link", Request{Mounts: []Mount{{Type: "bind", Source: dir + "/worklink/sub"}}}, ""},
+		{"a workspace", Request{Mounts: []Mount{{Type: "workspace", Source: dir + "/work/sub"}}}, ""},
+		{"a workspace elsewhere", Request{Mounts: []Mount{{Type: "workspace", Source: dir + "/other"}}}, "mounts.read_only"},
 		{"escape", Request{Mounts: []Mount{{Type: "bind", Source: dir + "/work/escape"}}}, "mounts.read_write"},
 		{"dots", Request{Mounts: []Mount{{Type: "bind", Source: dir + "/work/../other"}}}, "mounts.read_write"},
 		{"beside", Request{Mounts: []Mount{{Type: "bind", Source: dir + "/other"}}}, "mounts.read_write"},

@@ -181,7 +181,7 @@ type Container struct {
 	Address   string     // bridge mode: the sandbox's IPv4 address
 
 	// Volumes are the engine's named volumes in it whose data lies in a
-	// directory of this host and nowhere else.
+	// directory of this host and nowhere else, and its workspaces.
 	Volumes []Volume
 
 	// Stage is where Start looks for a staged restore.
@@ -218,12 +218,19 @@ type OCIRuntime struct {
 	ID     string
 }
 
-// Volume is a named volume of an engine.
+// Volume is a named volume of an engine, or a workspace.
 type Volume struct {
-	Name   string
-	Path   string // its data on the host
+	Name   string // of a workspace: Target
+	Path   string // its data on the host; of a workspace: the upperdir
 	Target string // where it is in the container
+
+	// Lower is the directory that a workspace lies over; empty: it is no workspace. Its data is
+	// the sandbox's alone, and part of each checkpoint.
+	Lower string
 }
+
+// Workspace reports whether it is a workspace.
+func (v Volume) Workspace() bool { return v.Lower != "" }
 
 // Properties describe how backends differ.
 type Properties struct {

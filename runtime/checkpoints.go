@@ -332,6 +332,9 @@ type DiffRequest struct {
 	From string `json:"from"`
 	To   string `json:"to"` // a checkpoint, or DiffImage; empty: the files as they are now
 
+	// Paths limits it to what lies at these absolute paths in the sandbox, and below them; empty: all.
+	Paths []string `json:"paths,omitempty"`
+
 	Paranoid  bool `json:"paranoid"`   // read every file again; see overlay.DiffOptions
 	NoRenames bool `json:"no_renames"` // a renamed file is one deleted and one added
 	Limit     int  `json:"limit"`      // list at most so many; 0: 1,000,000

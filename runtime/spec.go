@@ -63,11 +63,16 @@ type Spec struct {
 	Backend string `json:"backend,omitempty"` // what runs it; empty in the specs of older versions: oci
 }
 
-// Mount is a bind mount, a named volume of the engine, or a tmpfs. None is part
-// of a checkpoint's files.
+// MountWorkspace is the type of a workspace: a directory of the host that the sandbox sees, and
+// changes for itself alone. The directory stays as it is; what the sandbox changes is part of
+// each of its checkpoints.
+const MountWorkspace = "workspace"
+
+// Mount is a bind mount, a workspace, a named volume of the engine, or a tmpfs. Of these only a
+// workspace is part of a checkpoint's files.
 type Mount struct {
-	Type     string `json:"type"`             // "bind", "volume" or "tmpfs"
-	Source   string `json:"source,omitempty"` // bind: an absolute host path; volume: its name
+	Type     string `json:"type"`             // "bind", MountWorkspace, "volume" or "tmpfs"
+	Source   string `json:"source,omitempty"` // bind, workspace: an absolute host path; volume: its name
 	Target   string `json:"target"`           // absolute, inside the sandbox
 	ReadOnly bool   `json:"read_only,omitempty"`
 	Options  string `json:"options,omitempty"` // tmpfs: e.g. "size=64m,mode=1777"

@@ -28,12 +28,8 @@ func putTimes(c call, times []stage.DirTime) error {
 		return fmt.Errorf("open its root: %w", err)
 	}
 	defer unix.Close(root)
-	how := unix.OpenHow{
-		Flags:   unix.O_RDONLY | unix.O_DIRECTORY | unix.O_CLOEXEC,
-		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS | unix.RESOLVE_NO_XDEV,
-	}
 	for _, t := range times {
-		fd, err := unix.Openat2(root, "./"+strings.TrimPrefix(t.Path, "/"), &how)
+		fd, err := openDir(root, t)
 		if err != nil {
 			continue // something is mounted there
 		}
@@ -52,4 +48,19 @@ func putTimes(c call, times []stage.DirTime) error {
 		}
 	}
 	return nil
+}
+
+// openDir opens a directory below a root, on the root's mount or on that of its workspace.
+func openDir(root int, t stage.DirTime) (fd int, err error) {
+	how := unix.OpenHow{
+		Flags: unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
+	}
+	if t.Mount != "" {
+		if root, err = unix.Openat2(root, "./"+strings.TrimPrefix(t.Mount, "/"), &how); err != nil {
+			return -1, err
+		}
+		defer unix.Close(root)
+	}
+	how.Flags, how.Resolve = unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, how.Resolve|unix.RESOLVE_NO_XDEV
+	return unix.Openat2(root, "./"+strings.TrimPrefix(t.Path, "/"), &how)
 }

@@ -26,6 +26,7 @@ type createOptions struct {
 	Workdir      string
 	User         string
 	Volumes      []string
+	Workspaces   []string
 	Tmpfs        []string
 	Secrets      secretOptions
 	Labels       []string
@@ -73,6 +74,8 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVarP(&o.Workdir, "workdir", "w", "", "`DIR` the command starts in")
 	fl.StringVarP(&o.User, "user", "u", "", "`USER[:GROUP]` the command runs as, by name or number")
 	fl.VarP(list(&o.Volumes), "volume", "v", "mount host directory or file, `SRC:DST[:ro]`; not part of checkpoints")
+	fl.Var(list(&o.Workspaces), "workspace",
+		"show the host directory `DIR[:PATH][:ro]`, at the same path by default; the sandbox changes it for itself alone, and checkpoints have what it changed")
 	fl.Var(list(&o.Tmpfs), "tmpfs", "mount a tmpfs at `DST[:OPTIONS]`; not part of checkpoints' files")
 	o.Secrets.addFlags(fl)
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
@@ -248,6 +251,11 @@ func (o *createOptions) mounts() ([]runtime.Mount, error) {
 			return nil, err
 		}
 	}
+	for _, w := range o.Workspaces {
+		if err := add(parseWorkspace(w)); err != nil {
+			return nil, err
+		}
+	}
 	for _, t := range o.Tmpfs {
 		if err := add(parseTmpfs(t)); err != nil {
 			return nil, err
@@ -352,5 +360,21 @@ func createShown(
 	if bars != nil {
 		req.Pull.Progress = bars.pull
 	}
-	return svc.Create(ctx, req)
+	sb, err := svc.Create(ctx, req)
+	if err == nil {
+		warn(stderr, outside(req.Spec.Mounts))
+	}
+	return sb, err
+}
+
+// outside says of which directories that a sandbox can change no checkpoint has anything.
+func outside(mounts []runtime.Mount) (list []string) {
+	for _, m := range mounts {
+		info, err := os.Stat(m.Source)
+		if m.Type == "bind" && !m.ReadOnly && err == nil && info.IsDir() {
+			list = append(list, fmt.Sprintf("%s is outside of checkpoints; with --workspace %s:%s it is part of them",
+				m.Target, m.Source, m.Target))
+		}
+	}
+	return list
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path"
 	"strconv"
 	"strings"
 	"unicode"
@@ -65,7 +66,7 @@ func (o *diffOptions) check() error {
 func newDiffCommand(a *app) *cobra.Command {
 	var opts diffOptions
 	cmd := &cobra.Command{
-		Use:   "diff [flags] SANDBOX[@A] [[SANDBOX]@B|B]",
+		Use:   "diff [flags] SANDBOX[@A] [[SANDBOX]@B|B] [-- PATH...]",
 		Short: "Show what changed in a sandbox's files",
 		Long: `Diff lists the paths at which a user of the sandbox finds something else in state B than in
 state A, a directory before what is in it:
@@ -80,8 +81,10 @@ A and B are checkpoints of the sandbox, as 'agentbox --help' says, or "image" fo
 it changed any.
 Without A it is the checkpoint that the sandbox was last at, and the image if there is
 none; without B it is what is there now, in a running sandbox as it is found. Directories
-are listed when they came, went, or have another mode, owner or attributes. Volumes and
-bind mounts are not looked into. A path with unusual characters is in quotes.
+are listed when they came, went, or have another mode, owner or attributes. Workspaces are
+part of the files; for the image, a workspace is its directory as that is now. Volumes and bind
+mounts are not looked into. With PATHs, absolute ones in the sandbox, only what lies at and
+below them is listed. A path with unusual characters is in quotes.
 
 With --patch it prints what 'git apply' and 'patch -p1' make the new files of: unified diffs,
 with all permission bits in the mode lines. Files over 1 MiB or with a NUL byte in them only
@@ -102,10 +105,14 @@ changes, and 125 instead of 1 when diff itself fails.`,
   agentbox diff c@HEAD~1 @HEAD
   agentbox diff --stat c@image
   agentbox diff --patch c@before-upgrade | git apply --directory=src
+  agentbox diff --stat c -- /work
   agentbox diff --quiet c || agentbox checkpoint c
   agentbox diff docker://web`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
-		Args:        args(1, 2),
+		Args: func(cmd *cobra.Command, list []string) error {
+			states, _ := splitPaths(cmd, list)
+			return args(1, 2)(cmd, states)
+		},
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			switch len(args) {
 			case 0:
@@ -120,10 +127,17 @@ changes, and 125 instead of 1 when diff itself fails.`,
 			if err := opts.check(); err != nil {
 				return err
 			}
-			req, err := diffRequest(args)
+			states, paths := splitPaths(cmd, args)
+			req, err := diffRequest(states)
 			if err != nil {
 				return err
 			}
+			for _, p := range paths {
+				if !path.IsAbs(p) {
+					return usageErrorf("the path %q is not absolute; it is one in the sandbox", p)
+				}
+			}
+			req.Paths = paths
 			req.Paranoid, req.NoRenames, req.Patch = opts.Paranoid, opts.NoRenames, opts.Patch
 			if opts.Quiet {
 				req.Limit, req.NoRenames = 1, true
@@ -143,6 +157,14 @@ changes, and 125 instead of 1 when diff itself fails.`,
 	opts.addFlags(cmd.Flags())
 	completeFlags(cmd)
 	return cmd
+}
+
+// splitPaths parts the states to compare from the paths after --.
+func splitPaths(cmd *cobra.Command, args []string) (states, paths []string) {
+	if n := cmd.ArgsLenAtDash(); n >= 0 {
+		return args[:n], args[n:]
+	}
+	return args, nil
 }
 
 // splitState parts SANDBOX@STATE; names have no @, nor have those of engines.

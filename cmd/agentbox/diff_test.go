@@ -120,6 +120,8 @@ func TestDiffArguments(t *testing.T) {
 		"--paranoid run":         {Sandbox: "run", Paranoid: true},
 		"--no-renames run":       {Sandbox: "run", NoRenames: true},
 		"--quiet run":            {Sandbox: "run", NoRenames: true, Limit: 1},
+		"run -- /a /b/c":         {Sandbox: "run", Paths: []string{"/a", "/b/c"}},
+		"run@a @b -- /a":         {Sandbox: "run", From: "a", To: "b", Paths: []string{"/a"}},
 		"docker://run@a @b":      {Sandbox: "docker://run", From: "a", To: "b"},
 		"docker://r docker://r@": {},
 	} {
@@ -137,7 +139,7 @@ func TestDiffArguments(t *testing.T) {
 		}
 	}
 	for _, line := range []string{
-		"@a", "run@", "run @", "--stat --quiet run", "--name-only --format json run", "-z --stat run",
+		"run -- a", "-- /a", "@a", "run@", "run @", "--stat --quiet run", "--name-only --format json run", "-z --stat run",
 	} {
 		try(t, changed(), "", append([]string{"diff"}, strings.Fields(line)...)...).want(t, exitUsage, "",
 			"See 'agentbox diff --help'.")

@@ -15,17 +15,20 @@ import (
 
 // grantOptions say what the spec of a checkpoint from elsewhere is given.
 type grantOptions struct {
-	Foreign   bool
-	TrustSpec bool
-	Yes       bool
-	Mounts    []string
-	Publish   []string
-	Policy    string
+	Foreign    bool
+	TrustSpec  bool
+	Yes        bool
+	Mounts     []string
+	Workspaces []string
+	Publish    []string
+	Policy     string
 }
 
 func (o *grantOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Foreign, "foreign", false, "without CHECKPOINT: the newest, even if it comes from elsewhere")
 	fl.Var(list(&o.Mounts), "mount", "of a checkpoint from elsewhere: mount host directory or file, `SRC:DST[:ro]`")
+	fl.Var(list(&o.Workspaces), "workspace",
+		"of a checkpoint from elsewhere: show its workspace at PATH over the host directory `DIR:PATH`, which may be empty")
 	fl.Var(list(&o.Publish), "publish", "of a checkpoint from elsewhere: publish a port, `[IP:]HOST:SANDBOX[/udp]`")
 	fl.StringVar(&o.Policy, "policy", "",
 		"of a checkpoint from elsewhere: the policy `NAME` decides what it may do (default \"default\")")
@@ -41,6 +44,13 @@ func (o *grantOptions) parse() (g runtime.Grants, err error) {
 	}
 	for _, v := range o.Mounts {
 		m, err := parseVolume("--mount", v)
+		if err != nil {
+			return g, err
+		}
+		g.Mounts = append(g.Mounts, m)
+	}
+	for _, v := range o.Workspaces {
+		m, err := parseWorkspace(v)
 		if err != nil {
 			return g, err
 		}

@@ -107,6 +107,38 @@ func parseEnvFile(name string, lookup func(string) (string, bool)) ([]string, er
 	return vars, sc.Err()
 }
 
+// parseWorkspace reads DIR[:PATH][:ro]. DIR is the caller's; PATH is DIR unless given.
+func parseWorkspace(s string) (runtime.Mount, error) {
+	m := runtime.Mount{Type: runtime.MountWorkspace}
+	bad := func(why string) (runtime.Mount, error) {
+		return m, usageErrorf("--workspace %q: %s; write DIR, DIR:PATH or DIR:PATH:ro", s, why)
+	}
+	parts := strings.Split(s, ":")
+	switch last := parts[len(parts)-1]; {
+	case len(parts) > 1 && (last == "ro" || last == "readonly"):
+		m.ReadOnly, parts = true, parts[:len(parts)-1]
+	case len(parts) > 1 && last == "rw":
+		parts = parts[:len(parts)-1]
+	}
+	if len(parts) > 2 {
+		return bad("it has too many parts")
+	}
+	if parts[0] == "" {
+		return bad("the directory is empty")
+	}
+	var err error
+	if m.Source, err = filepath.Abs(parts[0]); err != nil {
+		return bad(err.Error())
+	}
+	if m.Target, err = mountTarget(parts[len(parts)-1]); len(parts) == 1 {
+		m.Target, err = mountTarget(m.Source)
+	}
+	if err != nil {
+		return bad(err.Error())
+	}
+	return m, nil
+}
+
 // parseVolume reads SRC:DST[:ro|rw]. A SRC that could be a name is one, of a
 // volume; other relative ones are taken from the current directory.
 func parseVolume(flag, s string) (runtime.Mount, error) {

@@ -106,6 +106,32 @@ func TestParseTmpfs(t *testing.T) {
 	usage(t, err, "not absolute")
 }
 
+func TestParseWorkspace(t *testing.T) {
+	here, err := os.Getwd()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for in, want := range map[string]runtime.Mount{
+		"/src":            {Type: "workspace", Source: "/src", Target: "/src"},
+		"/src:/work":      {Type: "workspace", Source: "/src", Target: "/work"},
+		"/src:/work:ro":   {Type: "workspace", Source: "/src", Target: "/work", ReadOnly: true},
+		"/src:readonly":   {Type: "workspace", Source: "/src", Target: "/src", ReadOnly: true},
+		"/src:/work:rw":   {Type: "workspace", Source: "/src", Target: "/work"},
+		".":               {Type: "workspace", Source: here, Target: here},
+		"../x:/work":      {Type: "workspace", Source: filepath.Join(filepath.Dir(here), "x"), Target: "/work"},
+		"/src/:/work/":    {Type: "workspace", Source: "/src", Target: "/work"},
+		"/src:/work/../x": {Type: "workspace", Source: "/src", Target: "/x"},
+	} {
+		if got, err := parseWorkspace(in); err != nil || got != want {
+			t.Errorf("%s: %+v, %v; want %+v", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", ":/work", "/src:work", "/src:/a:/b", "/src:/work:no", "/src:/"} {
+		_, err := parseWorkspace(in)
+		usage(t, err, "--workspace")
+	}
+}
+
 func TestParsePort(t *testing.T) {
 	for in, want := range map[string]runtime.Port{
 		"8080:80":           {Host: 8080, Sandbox: 80, Protocol: "tcp"},

@@ -51,9 +51,10 @@ type Restore struct {
 
 // DirTime is when a directory of a container was modified.
 type DirTime struct {
-	Path string `json:"path"`
-	Sec  int64  `json:"sec"`
-	Nsec int64  `json:"nsec"`
+	Mount string `json:"mount,omitempty"` // the mount point of the workspace that it is in; empty: the root filesystem
+	Path  string `json:"path"`            // below that
+	Sec   int64  `json:"sec"`
+	Nsec  int64  `json:"nsec"`
 }
 
 // Slot names the place of one container: RUN, and what the container's engine

@@ -62,6 +62,11 @@ var cases = []struct {
 	{"exec/a cancelled context ends it", execCancelled},
 	{"exec/several at once", execSeveral},
 
+	{"workspace/is the sandbox's to change", workspaceChanges},
+	{"workspace/read-only", workspaceReadOnly},
+	{"workspace/without its directory", workspaceGone},
+	{"workspace/of what it is kept in", workspaceOfItself},
+
 	{"stop/is idempotent", stopIdempotent},
 	{"stop/kills at once", stopKills},
 	{"stop/waits for a clean end", stopClean},

@@ -45,6 +45,8 @@ func MemoryCannot() map[string]string {
 		spec      = "it obeys only the spec's command, environment and stop signal"
 	)
 	return map[string]string{
+		"workspace/is the sandbox's to change": overlay, "workspace/read-only": overlay,
+		"workspace/without its directory": overlay, "workspace/of what it is kept in": overlay,
 		"start/an unknown user": spec, "start/seen by a second process": "its containers live in one process",
 		"terminal/size and resize": terminal, "terminal/one stream": terminal, "terminal/ctrl-c": terminal,
 		"terminal/detach keys": terminal, "terminal/exec": terminal, "terminal/exec detach keys": terminal,

@@ -75,6 +75,7 @@ func conforms(t *testing.T, e *engine) {
 		Restart: func(t *testing.T) { e.Restart(t) },
 		Down:    func(t *testing.T, fn func()) { e.Kill(t); defer e.Start(t); fn() },
 		Leaks:   e.leaks,
+		Cannot:  backendtest.NoWorkspaces(),
 	})
 }
 

@@ -237,6 +237,11 @@ func (b *Backend) config(
 				opts = strings.TrimPrefix(opts+",ro", ",")
 			}
 			hostConfig.Tmpfs[path.Clean(m.Target)] = opts
+		case runtime.MountWorkspace:
+			return nil, nil, &fault.Error{
+				Err:  fmt.Errorf("%w: workspace %s: this backend has none", fault.ErrUnsupported, m.Source),
+				Hint: "Choose --backend oci or containerd, or a volume over the directory: agentbox volume create NAME --from DIR",
+			}
 		default:
 			return nil, nil, fmt.Errorf("%w: mount of type %q", fault.ErrInvalid, m.Type)
 		}

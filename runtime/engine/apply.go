@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/runtime"
@@ -29,6 +30,12 @@ func (bx *sandboxes) apply(
 	}
 	defer sb.lock.Unlock()
 	if sb.host.Original == nil {
+		if s, err := spec(sb.Sandbox); err == nil && slices.ContainsFunc(s.Mounts, func(m runtime.Mount) bool {
+			return m.Type == runtime.MountWorkspace
+		}) {
+			return out, hint(fmt.Errorf("%w: the changes of a workspace cannot be applied by agentbox", runtime.ErrUnsupported),
+				"Look at them with: agentbox diff --patch "+sb.Name+". Copy files with: agentbox cp "+sb.Name+":PATH .")
+		}
 		return out, hint(
 			fmt.Errorf("%w: backend %s has no directory to apply changes to", runtime.ErrUnsupported, sb.Backend),
 			"Volumes have one: agentbox volume create NAME --from DIR")

@@ -194,6 +194,7 @@ type making struct {
 	row   store.Checkpoint
 	parts store.Manifest // the parts of the manifest that the store does not fill in
 	trees []worktree.Tree
+	below []worktree.Tree   // the directories that workspaces lie over
 	taken []*hostfile.Taken // its attached files
 
 	freeze
@@ -264,8 +265,14 @@ func (cs *checkpoints) prepare(
 
 	home := cs.home(sb)
 	k.trees = []worktree.Tree{{Dir: c.Upper, Home: home}}
-	for i := range k.parts.Volumes {
-		k.trees = append(k.trees, worktree.Tree{Dir: c.Volumes[i].Path, Number: 1 + i, Home: home})
+	for i, v := range k.parts.Volumes {
+		at := slices.IndexFunc(c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
+		if tree := (worktree.Tree{Dir: c.Volumes[at].Path, Number: 1 + i, Home: home}); v.Below {
+			tree.Dir = c.Volumes[at].Lower
+			k.below = append(k.below, tree)
+		} else {
+			k.trees = append(k.trees, tree)
+		}
 	}
 	if k.parts.Effect, err = cs.store.NewestEffect(ctx, sb.ID); err != nil {
 		return nil, err
@@ -288,6 +295,7 @@ func (k *making) prepareMounts(ctx context.Context) error {
 				return hint(fmt.Errorf("%w: volume %s (%s) has no directory of its own on this host, or its engine does not tell", runtime.ErrUnsupported, m.Source, m.Target),
 					"Leave --with-volumes away.")
 			}
+		case m.Type == runtime.MountWorkspace: // taken along
 		case m.Type == "volume":
 			k.row.Warnings = append(k.row.Warnings,
 				fmt.Sprintf("%s is volume %s and not part of the checkpoint", m.Target, m.Source))
@@ -297,7 +305,7 @@ func (k *making) prepareMounts(ctx context.Context) error {
 		}
 	}
 
-	if k.opts.WithVolumes {
+	if k.opts.WithVolumes || slices.ContainsFunc(k.c.Volumes, runtime.Volume.Workspace) {
 		if err := k.takeVolumes(ctx); err != nil {
 			return err
 		}
@@ -363,6 +371,9 @@ func (cs *checkpoints) record(ctx context.Context, k *making) (row store.Checkpo
 	undo.Add(func(ctx context.Context) error { return draft.Abort(ctx, err, filepath.Join(workDir, "dump.log")) })
 	k.sb.steps.Begin(runtime.PhaseFiles, 0)
 	if err := k.readAhead(ctx, draft); err != nil {
+		return row, err
+	}
+	if err := k.readBelow(ctx, draft); err != nil {
 		return row, err
 	}
 	if err := k.takeAttached(ctx, draft); err != nil {

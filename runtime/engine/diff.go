@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"os"
+	"path"
 	"slices"
 	"strings"
 	"time"
@@ -15,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/internal/changes"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -56,23 +59,33 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 		return out, err
 	}
 
-	var sides [2]overlay.Side
+	for _, p := range req.Paths {
+		if !path.IsAbs(p) {
+			return out, fmt.Errorf("%w: the path %q is not absolute", runtime.ErrInvalid, p)
+		}
+		d.only = append(d.only, inTree(path.Clean(p)))
+	}
+	root := area{at: "."}
 	for i, ref := range []string{from, req.To} {
 		state := []*runtime.DiffState{&out.From, &out.To}[i]
-		if sides[i], err = d.side(ctx, i, ref, state); err != nil {
+		if err := d.side(ctx, i, ref, &root, state); err != nil {
 			return out, err
 		}
 	}
-	lower, err := layers(ctx, sb, c, host)
+	if root.lower, err = layers(ctx, sb, c, host); err != nil {
+		return out, err
+	}
+	areas, err := d.workspaces(ctx, root, req.To)
 	if err != nil {
 		return out, err
 	}
-	if err := d.changes(ctx, req, sides, lower, &out); err != nil {
+	areas = slices.Insert(areas, 0, root)
+	if err := d.changes(ctx, req, areas, &out); err != nil {
 		return out, err
 	}
 
 	if req.Patch {
-		from, err := d.contents(ctx, out.Changes, sides, lower)
+		from, err := d.contents(ctx, out.Changes, areas)
 		if err != nil {
 			return out, err
 		}
@@ -107,18 +120,43 @@ func diffFrom(req runtime.DiffRequest, sb store.Sandbox, gone bool) (string, err
 // errEnough ends a comparison at the limit.
 var errEnough = errors.New("enough")
 
-// changes compares the two sides, up to the limit of changes.
-func (d *differ) changes(
-	ctx context.Context, req runtime.DiffRequest, sides [2]overlay.Side, lower []string, out *runtime.Diff,
-) error {
+// changes compares the two sides of all areas, up to the limit of changes.
+func (d *differ) changes(ctx context.Context, req runtime.DiffRequest, areas []area, out *runtime.Diff) error {
 	limit := req.Limit
 	if limit <= 0 {
 		limit = maxChanges
 	}
+	for i := range areas {
+		if err := d.changesIn(ctx, req, areas, i, limit, out); err != nil {
+			return err
+		}
+	}
+	extra := slices.DeleteFunc(d.managedChanges(), func(c runtime.Change) bool { return !d.wants(inTree(c.Path)) })
+	out.Changes = append(out.Changes, extra...)
+	if len(extra) > 0 || len(areas) > 1 {
+		slices.SortStableFunc(out.Changes, func(a, b runtime.Change) int {
+			return overlay.ComparePaths(inTree(a.Path), inTree(b.Path))
+		})
+		if len(out.Changes) > limit {
+			out.Changes, out.Truncated = out.Changes[:limit], true
+		}
+	}
+	return nil
+}
+
+// changesIn adds the changes of one area.
+func (d *differ) changesIn(
+	ctx context.Context, req runtime.DiffRequest, areas []area, i, limit int, out *runtime.Diff,
+) error {
+	a := areas[i]
 	var list []overlay.Change
-	err := overlay.Diff(ctx, sides[0], sides[1], overlay.DiffOptions{Lower: lower, Paranoid: req.Paranoid},
+	err := overlay.Diff(ctx, a.sides[0], a.sides[1], overlay.DiffOptions{Lower: a.lower, Paranoid: req.Paranoid},
 		func(c overlay.Change) error {
-			if d.covered(c.Path) {
+			name := a.outside(c.Path)
+			if at, _ := areaOf(areas, name); at != i || i == 0 && d.covered(name) {
+				return nil // it is hidden by what is mounted there
+			}
+			if !d.wants(name) {
 				return nil
 			}
 			if len(list) == limit {
@@ -127,26 +165,22 @@ func (d *differ) changes(
 			list = append(list, c)
 			return nil
 		})
-	if out.Truncated = errors.Is(err, errEnough); err != nil && !out.Truncated {
+	enough := errors.Is(err, errEnough)
+	if err != nil && !enough {
 		return err
 	}
+	out.Truncated = out.Truncated || enough
 	if !req.NoRenames {
 		if list, err = overlay.FindRenames(ctx, list); err != nil {
 			return err
 		}
 	}
 	for _, c := range list {
-		out.Changes = append(out.Changes, changes.Of(c))
-	}
-
-	if extra := d.managedChanges(); len(extra) > 0 {
-		out.Changes = append(out.Changes, extra...)
-		slices.SortStableFunc(out.Changes, func(a, b runtime.Change) int {
-			return overlay.ComparePaths(inTree(a.Path), inTree(b.Path))
-		})
-		if len(out.Changes) > limit {
-			out.Changes, out.Truncated = out.Changes[:limit], true
+		c.Path = a.outside(c.Path)
+		if c.Kind == overlay.Renamed {
+			c.From = a.outside(c.From)
 		}
+		out.Changes = append(out.Changes, changes.Of(c))
 	}
 	return nil
 }
@@ -158,6 +192,8 @@ type differ struct {
 	c       runtime.Container
 	readers []*store.Reader
 	managed [2]map[string]store.Managed // nil: not known
+	only    []string                    // what it is limited to; empty: nothing
+	scratch string                      // a directory for what is read of directories below workspaces; may be empty
 }
 
 func (d *differ) close() error {
@@ -165,21 +201,24 @@ func (d *differ) close() error {
 	for _, r := range d.readers {
 		errs = append(errs, r.Close())
 	}
+	if d.scratch != "" {
+		errs = append(errs, os.RemoveAll(d.scratch))
+	}
 	return errors.Join(errs...)
 }
 
 // side resolves a reference to one side of the Diff.
-func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.DiffState) (overlay.Side, error) {
+func (d *differ) side(ctx context.Context, i int, ref string, root *area, state *runtime.DiffState) error {
 	switch ref {
 	case runtime.DiffImage:
 		state.Kind = runtime.DiffOfImage
-		return overlay.Side{}, nil
+		return nil
 	case "":
 		state.Kind = runtime.DiffOfNow
 		d.managed[i] = map[string]store.Managed{}
 		ids, err := ids(d.sb)
 		if err != nil {
-			return overlay.Side{}, err
+			return err
 		}
 		for name, file := range d.c.Managed {
 			// A managed file that is missing, or not a regular file any more, is
@@ -188,15 +227,16 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.Dif
 				d.managed[i][name] = m
 			}
 		}
-		return overlay.Side{Dir: d.c.Upper}, nil
+		root.sides[i] = overlay.Side{Dir: d.c.Upper}
+		return nil
 	}
 	row, err := d.checkpoint(ctx, ref)
 	if err != nil {
-		return overlay.Side{}, err
+		return err
 	}
 	r, err := d.e.store.OpenCheckpoint(ctx, row.ID)
 	if err != nil {
-		return overlay.Side{}, err
+		return err
 	}
 	d.readers = append(d.readers, r)
 	*state = runtime.DiffState{Kind: runtime.DiffOfCheckpoint, Checkpoint: row.ID, Name: row.Name, Created: row.Created}
@@ -206,7 +246,8 @@ func (d *differ) side(ctx context.Context, i int, ref string, state *runtime.Dif
 		// The times say nothing about another sandbox's files.
 		side.Taken = vouched(row)
 	}
-	return side, nil
+	root.sides[i], root.from[i] = side, &worktree.Target{Reader: r}
+	return nil
 }
 
 // vouched returns from when on the times of files show whether they have changed since the
@@ -264,6 +305,14 @@ func layers(ctx context.Context, sb store.Sandbox, c runtime.Container, host Hos
 	return nil, hint(fmt.Errorf("%w: the layers of image %s are not to be had from backend %s",
 		runtime.ErrUnsupported, sb.Image, sb.Backend),
 		"Of a container that exists they are; restore it first.")
+}
+
+// wants reports whether a path lies in what the Diff is limited to.
+func (d *differ) wants(name string) bool {
+	return len(d.only) == 0 || slices.ContainsFunc(d.only, func(top string) bool {
+		_, in := area{at: top}.within(name)
+		return in
+	})
 }
 
 // covered reports whether the backend binds a file of its own over a path, so that the

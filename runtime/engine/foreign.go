@@ -90,7 +90,7 @@ func claim(s *runtime.Spec, row store.Checkpoint, g runtime.Grants, processes bo
 		if processes && !given {
 			return nil, hint(fmt.Errorf("%w: the checkpoint comes from elsewhere, and its processes have %s",
 				runtime.ErrDenied, mountText(m)),
-				"Give it one there with --mount, or restore its files alone: --files-only.")
+				"Give it one there with --mount (--workspace), or restore its files alone: --files-only.")
 		}
 	}
 	if processes && asked.Network.Mode == runtime.NetworkHost {

@@ -10,6 +10,8 @@ import (
 
 	"github.com/agentbox/agentbox/criu"
 	"github.com/agentbox/agentbox/criu/stage"
+	"github.com/agentbox/agentbox/internal/fsx"
+	"github.com/agentbox/agentbox/runtime"
 )
 
 // Processes may hold open files whose names are gone. CRIU recreates such names for a moment
@@ -25,23 +27,19 @@ func beneath(root int, dir string) (int, error) {
 	return unix.Openat2(root, "./"+strings.TrimPrefix(dir, "/"), &how)
 }
 
-// remapped makes the links that a restore needs in an unused upperdir, and returns the times
-// of the directories; remove removes the links.
-func remapped(upper, images string) (times []stage.DirTime, remove func() error, err error) {
+// remapped makes the links that a restore needs in the unused upperdir of a container, and returns
+// the times of the directories; remove removes the links.
+func remapped(c runtime.Container, images string) (times []stage.DirTime, remove func() error, err error) {
 	none := func() error { return nil }
 	links, dirs, err := criu.Remapped(images)
 	if err != nil || len(dirs) == 0 {
 		return nil, none, err
 	}
-	root, err := unix.Open(upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, none, fmt.Errorf("open %s: %w", upper, err)
-	}
-	defer unix.Close(root)
 	for _, dir := range dirs {
-		fd, err := beneath(root, dir)
+		upper, t := upperOf(c, dir)
+		fd, err := upperDir(upper, t.Path)
 		if err != nil {
-			continue // the directory is gone, or not on the root filesystem
+			continue // the directory is gone, or on another filesystem
 		}
 		var st unix.Stat_t
 		err = unix.Fstat(fd, &st)
@@ -49,35 +47,16 @@ func remapped(upper, images string) (times []stage.DirTime, remove func() error,
 		if err != nil {
 			return nil, none, fmt.Errorf("stat %s: %w", dir, err)
 		}
-		times = append(times, stage.DirTime{Path: dir, Sec: st.Mtim.Sec, Nsec: st.Mtim.Nsec})
+		t.Sec, t.Nsec = st.Mtim.Sec, st.Mtim.Nsec
+		times = append(times, t)
 	}
+	root, err := unix.Open(c.Upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, none, fmt.Errorf("open %s: %w", c.Upper, err)
+	}
+	defer unix.Close(root)
 	var made []string
-	remove = func() error {
-		root, err := unix.Open(upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-		if err != nil {
-			return err
-		}
-		defer unix.Close(root)
-		var errs []error
-		for _, name := range made {
-			fd, err := beneath(root, path.Dir(name))
-			if err != nil {
-				continue
-			}
-			if err := unix.Unlinkat(fd, path.Base(name), 0); err != nil && err != unix.ENOENT {
-				errs = append(errs, fmt.Errorf("unlink %s: %w", name, err))
-			}
-			unix.Close(fd)
-		}
-		for _, t := range times {
-			if fd, err := beneath(root, t.Path); err == nil {
-				errs = append(errs, unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd),
-					[]unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Sec: t.Sec, Nsec: t.Nsec}}, 0))
-				unix.Close(fd)
-			}
-		}
-		return errors.Join(errs...)
-	}
+	remove = func() error { return unmapped(c, made, times) }
 	for _, l := range links {
 		if err := link(root, l); err != nil {
 			return nil, none, errors.Join(
@@ -87,6 +66,58 @@ func remapped(upper, images string) (times []stage.DirTime, remove func() error,
 		made = append(made, l.New)
 	}
 	return times, remove, nil
+}
+
+// unmapped removes the links, and puts the times back.
+func unmapped(c runtime.Container, links []string, times []stage.DirTime) error {
+	root, err := unix.Open(c.Upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer unix.Close(root)
+	var errs []error
+	for _, name := range links {
+		fd, err := beneath(root, path.Dir(name))
+		if err != nil {
+			continue
+		}
+		if err := unix.Unlinkat(fd, path.Base(name), 0); err != nil && err != unix.ENOENT {
+			errs = append(errs, fmt.Errorf("unlink %s: %w", name, err))
+		}
+		unix.Close(fd)
+	}
+	for _, t := range times {
+		upper, _ := upperOf(c, path.Join("/", t.Mount, t.Path))
+		if fd, err := upperDir(upper, t.Path); err == nil {
+			errs = append(errs, unix.UtimesNanoAt(unix.AT_FDCWD, fmt.Sprintf("/proc/self/fd/%d", fd),
+				[]unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Sec: t.Sec, Nsec: t.Nsec}}, 0))
+			unix.Close(fd)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// upperOf returns the upperdir that a directory of a container is in, and where it is in that: the
+// container's own, or that of the innermost workspace.
+func upperOf(c runtime.Container, dir string) (upper string, t stage.DirTime) {
+	upper, t.Path = c.Upper, dir
+	for _, v := range c.Volumes {
+		if v.Workspace() && len(v.Target) > len(t.Mount) && fsx.Within(v.Target, path.Join("/", dir)) {
+			upper, t.Mount = v.Path, v.Target
+			t.Path = strings.TrimPrefix(path.Join("/", dir), v.Target)
+		}
+	}
+	return upper, t
+}
+
+// upperDir opens a directory of an upperdir.
+func upperDir(upper, dir string) (int, error) {
+	root, err := unix.Open(upper, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, err
+	}
+	defer unix.Close(root)
+	return beneath(root, dir)
 }
 
 func link(root int, l criu.Link) error {

@@ -298,19 +298,27 @@ func checkMount(m runtime.Mount) error {
 	if !path.IsAbs(m.Target) || path.Clean(m.Target) == "/" {
 		return fmt.Errorf("%w: mount target %q must be an absolute path other than /", runtime.ErrInvalid, m.Target)
 	}
-	if m.Type != "bind" {
+	what := "bind source"
+	switch m.Type {
+	case "bind":
+	case runtime.MountWorkspace:
+		what = runtime.MountWorkspace
+	default:
 		return nil
 	}
 	if !filepath.IsAbs(m.Source) {
-		return fmt.Errorf("%w: bind source %q must be an absolute path", runtime.ErrInvalid, m.Source)
+		return fmt.Errorf("%w: %s %q must be an absolute path", runtime.ErrInvalid, what, m.Source)
 	}
-	if _, err := os.Stat(m.Source); errors.Is(err, os.ErrNotExist) {
-		return hint(fmt.Errorf("bind source %s: %w", m.Source, runtime.ErrNotFound),
+	info, err := os.Stat(m.Source)
+	if errors.Is(err, os.ErrNotExist) {
+		return hint(fmt.Errorf("%s %s: %w", what, m.Source, runtime.ErrNotFound),
 			"Create it first: agentbox does not make host directories.")
-	} else if err != nil {
-		return err
 	}
-	return nil
+	if err == nil && m.Type == runtime.MountWorkspace && !info.IsDir() {
+		return hint(fmt.Errorf("%w: workspace %s is not a directory", runtime.ErrInvalid, m.Source),
+			"Name the directory that it is in.")
+	}
+	return err
 }
 
 // Start starts a created or exited sandbox.

@@ -308,7 +308,7 @@ func (t *transfers) imported(
 			Managed: m.Managed, Effect: m.Effect,
 		}
 		for _, v := range m.Volumes {
-			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name})
+			parts.Volumes = append(parts.Volumes, store.Volume{Name: v.Name, Below: v.Below})
 		}
 		if m.Attached != nil {
 			parts.Attached = &store.Attached{Foreign: true, Paths: m.Attached.Paths}

@@ -20,62 +20,63 @@ import (
 // contents finds the data of files on the two sides of a Diff.
 type contents struct {
 	d     *differ
-	lower []string
-	trees [2]map[string]overlay.Entry // of a checkpoint: the requested files
-	dirs  [2]string                   // an upperdir
-	of    [2]*store.Reader
+	areas []area
+	files []([2]map[string]overlay.Entry) // of each area's checkpoints: the requested files
 }
 
-// contents reads the entries at the paths of list from each checkpoint's file list.
-func (d *differ) contents(
-	ctx context.Context, list []runtime.Change, sides [2]overlay.Side, lower []string,
-) (*contents, error) {
-	c := &contents{d: d, lower: lower}
-	next := 0
-	for i, side := range sides {
-		c.dirs[i] = side.Dir
-		if side.Tree == nil {
-			continue
-		}
-		c.of[i] = d.readers[next]
-		next++
-		want := map[string]bool{}
-		for _, change := range list {
-			want[inTree(rawPath(change, i == 1))] = true
-		}
-		all := map[string]overlay.Entry{}
-		first := map[string]overlay.Entry{} // hard links
-		for entry, err := range worktree.Entries(ctx, c.of[i], 0) {
-			if err != nil {
-				return nil, err
-			}
-			if entry.Type != overlay.TypeFile {
+// contents reads the entries at the paths of list from each checkpoint's file lists.
+func (d *differ) contents(ctx context.Context, list []runtime.Change, areas []area) (*contents, error) {
+	c := &contents{d: d, areas: areas, files: make([]([2]map[string]overlay.Entry), len(areas))}
+	for n, a := range areas {
+		for i, from := range a.from {
+			if from == nil {
 				continue
 			}
-			switch {
-			case entry.Hardlink == "" && want[entry.Path]:
-				all[entry.Path] = entry
-			case entry.Hardlink != "" && want[entry.Path]:
-				first[entry.Path] = entry
-			}
-		}
-		if len(first) > 0 {
-			targets := map[string][]string{}
-			for name, entry := range first {
-				targets[entry.Hardlink] = append(targets[entry.Hardlink], name)
-			}
-			for entry, err := range worktree.Entries(ctx, c.of[i], 0) {
-				if err != nil {
-					return nil, err
-				}
-				for _, name := range targets[entry.Path] {
-					all[name] = entry
+			want := map[string]bool{}
+			for _, change := range list {
+				if at, in := areaOf(areas, inTree(rawPath(change, i == 1))); at == n {
+					want[in] = true
 				}
 			}
+			var err error
+			if c.files[n][i], err = wanted(ctx, from, a.tree[i], want); err != nil {
+				return nil, err
+			}
 		}
-		c.trees[i] = all
 	}
 	return c, nil
+}
+
+// wanted reads the entries of files from a tree of a checkpoint; those of hard links are of the
+// files that they are links to.
+func wanted(
+	ctx context.Context, from *worktree.Target, tree int, want map[string]bool,
+) (map[string]overlay.Entry, error) {
+	all := map[string]overlay.Entry{}
+	targets := map[string][]string{} // of hard links
+	for entry, err := range from.Entries(ctx, tree) {
+		switch {
+		case err != nil:
+			return nil, err
+		case entry.Type != overlay.TypeFile || !want[entry.Path]:
+		case entry.Hardlink == "":
+			all[entry.Path] = entry
+		default:
+			targets[entry.Hardlink] = append(targets[entry.Hardlink], entry.Path)
+		}
+	}
+	if len(targets) == 0 {
+		return all, nil
+	}
+	for entry, err := range from.Entries(ctx, tree) {
+		if err != nil {
+			return nil, err
+		}
+		for _, name := range targets[entry.Path] {
+			all[name] = entry
+		}
+	}
+	return all, nil
 }
 
 // rawPath returns the path of a change in bytes; unless newer, the old one of a rename.
@@ -100,13 +101,14 @@ func (c *contents) open(ctx context.Context, change runtime.Change, newer bool) 
 	if m, ok := c.d.managed[i][name]; ok && c.d.covered(inTree(name)) {
 		return io.NopCloser(bytes.NewReader(m.Data)), nil
 	}
-	name = inTree(name)
-	if entry, ok := c.trees[i][name]; ok {
-		return c.data(ctx, c.of[i], entry)
+	n, name := areaOf(c.areas, inTree(name))
+	a := c.areas[n]
+	if entry, ok := c.files[n][i][name]; ok {
+		return c.data(ctx, a.from[i].Reader, entry)
 	}
-	layers := c.lower
-	if c.dirs[i] != "" {
-		layers = append([]string{c.dirs[i]}, layers...)
+	layers := a.lower
+	if dir := a.sides[i].Dir; dir != "" {
+		layers = append([]string{dir}, layers...)
 	}
 	for _, layer := range layers {
 		f, err := openIn(layer, name)

@@ -139,6 +139,9 @@ func (r *filesPart) plan(ctx context.Context, out *runtime.RestorePlan) (err err
 		return err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	if r.moved, err = r.findMoved(ctx, r.reader); err != nil {
+		return err
+	}
 	for i := range r.data.Trees {
 		c, err := r.data.Trees[i].Plan(ctx, r.target(), worktree.PlanOptions{Scratch: dir})
 		if err != nil {
@@ -147,7 +150,7 @@ func (r *filesPart) plan(ctx context.Context, out *runtime.RestorePlan) (err err
 		out.Bytes += c.Bytes()
 		if n := c.Len(); i > 0 && n > 0 {
 			out.Effects = append(out.Effects, fmt.Sprintf("%d paths of volume %s change.", n,
-				r.reader.Manifest().Volumes[i-1].Name))
+				r.reader.Manifest().Volumes[r.data.Trees[i].Number-1].Name))
 		}
 		if err := c.Close(); err != nil {
 			return err

@@ -20,20 +20,20 @@ import (
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
 )
 
-// checkSources proves that the sources of a sandbox's bind mounts still exist: without them
-// nothing can be started in place of what a restore ends.
+// checkSources proves that the sources of a sandbox's bind mounts and workspaces still exist:
+// without them nothing can be started in place of what a restore ends.
 func checkSources(s runtime.Spec) error {
 	for _, m := range s.Mounts {
-		if m.Type != "bind" {
+		if m.Type != "bind" && m.Type != runtime.MountWorkspace {
 			continue
 		}
 		_, err := os.Stat(m.Source)
 		if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
-			return hint(fmt.Errorf("bind source %s of %s: %w", m.Source, m.Target, runtime.ErrNotFound),
+			return hint(fmt.Errorf("%s source %s of %s: %w", m.Type, m.Source, m.Target, runtime.ErrNotFound),
 				"Put it back first: the sandbox cannot start without it.")
 		}
 		if err != nil {
-			return fmt.Errorf("bind source of %s: %w", m.Target, err)
+			return fmt.Errorf("%s source of %s: %w", m.Type, m.Target, err)
 		}
 	}
 	return mayMount(s)

@@ -260,7 +260,7 @@ func (r *processesPart) stage(work string) (remove func() error, err error) {
 	if err := hand(r.spec.IDs, r.images); err != nil {
 		return remove, err
 	}
-	times, remove, err := remapped(r.c.Upper, r.images)
+	times, remove, err := remapped(r.c, r.images)
 	if err != nil {
 		return remove, err
 	}

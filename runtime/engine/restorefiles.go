@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -22,19 +24,58 @@ import (
 type filesPart struct {
 	noWork
 	*restoration
-	present  *making            // the undo checkpoint
-	undone   string             // its id, once it is ready
-	changes  []*worktree.Change // of the trees
-	changed  int                // how many paths
-	lost     map[string]bool    // paths of the upperdir that cannot be restored
-	replaced bool               // the files may be changed
-	began    time.Time          // start of the work on the files
-	took     time.Duration      // duration of that work
+	present  *making                // the undo checkpoint
+	undone   string                 // its id, once it is ready
+	changes  []*worktree.Change     // of the trees
+	changed  int                    // how many paths
+	lost     map[string]bool        // paths of the upperdir that cannot be restored
+	replaced bool                   // the files may be changed
+	scratch  string                 // a directory for what is read of directories below workspaces; may be empty
+	moved    map[int]worktree.Moved // the workspaces whose directories below have changed since the checkpoint
+	began    time.Time              // start of the work on the files
+	took     time.Duration          // duration of that work
 }
 
 // target returns what the trees are to become.
 func (r *filesPart) target() worktree.Target {
-	return worktree.Target{Reader: r.reader, Lost: r.lost}
+	return worktree.Target{Reader: r.reader, Lost: r.lost, Moved: r.moved}
+}
+
+// findMoved finds the workspaces whose directories below are not what they were at a checkpoint.
+func (r *filesPart) findMoved(ctx context.Context, from *store.Reader) (map[int]worktree.Moved, error) {
+	var moved map[int]worktree.Moved
+	m := from.Manifest()
+	for i, v := range m.Volumes {
+		below := m.Below(i + 1)
+		at := slices.IndexFunc(r.c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
+		if below == 0 || at < 0 {
+			continue
+		}
+		if r.scratch == "" {
+			dir, err := r.e.store.Scratch()
+			if err != nil {
+				return nil, err
+			}
+			r.scratch = dir
+		}
+		t := worktree.Tree{Dir: r.c.Volumes[at].Lower, Number: below, Home: r.e.checkpoints.home(r.sb)}
+		out := filepath.Join(r.scratch, fmt.Sprintf("%s-%d", m.ID, below))
+		if err := os.RemoveAll(out); err != nil {
+			return nil, err
+		}
+		changed, err := t.Differs(ctx, out, worktree.Target{Reader: from})
+		if err != nil {
+			return nil, fmt.Errorf("read %s, below workspace %s: %w", t.Dir, v.Name, err)
+		}
+		if changed {
+			if moved == nil {
+				moved = map[int]worktree.Moved{}
+			}
+			moved[i+1] = worktree.Moved{Below: below, Now: t.Entries()}
+			r.e.log.Info("workspace rebased", "sandbox", r.sb.ID, "workspace", v.Name, "directory", t.Dir)
+		}
+	}
+	return moved, nil
 }
 
 // check lists the trees that the restore replaces.
@@ -42,7 +83,15 @@ func (r *filesPart) check(ctx context.Context) error {
 	home := r.e.checkpoints.home(r.sb)
 	r.data.Trees = []worktree.Tree{{Dir: r.c.Upper, Home: home}}
 	for i, v := range r.reader.Manifest().Volumes {
+		if v.Below {
+			continue // it is the host's, and left as it is
+		}
 		at := slices.IndexFunc(r.c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
+		if at < 0 && v.Workspace() {
+			return hint(fmt.Errorf("%w: the checkpoint has a workspace at %s, and the sandbox has none there",
+				runtime.ErrState, v.Name),
+				"Give it one, over any directory: --workspace DIR:"+v.Name)
+		}
 		if at < 0 {
 			return hint(fmt.Errorf("%w: volume %s of the checkpoint is not the sandbox's any more",
 				runtime.ErrState, v.Name),
@@ -61,6 +110,10 @@ func (r *filesPart) prepare(ctx context.Context) error {
 		r.e.limits.liftFiles(r.spec, r.c)
 	}
 	if err := r.findLost(ctx); err != nil {
+		return err
+	}
+	var err error
+	if r.moved, err = r.findMoved(ctx, r.reader); err != nil {
 		return err
 	}
 	if r.resumed {
@@ -104,7 +157,7 @@ func (r *filesPart) displace(ctx context.Context) (ok bool, err error) {
 
 // layOut compares the trees with the checkpoint and stages what they lack.
 func (r *filesPart) layOut(ctx context.Context) error {
-	if err := r.close(); err != nil { // of an earlier attempt
+	if err := r.closeChanges(); err != nil { // of an earlier attempt
 		return err
 	}
 	r.changes, r.changed = make([]*worktree.Change, len(r.data.Trees)), 0
@@ -222,6 +275,9 @@ func (r *filesPart) putBack(ctx context.Context) (err error) {
 			return err
 		}
 		defer func() { err = errors.Join(err, was.Reader.Close()) }()
+		if was.Moved, err = r.findMoved(ctx, was.Reader); err != nil {
+			return err
+		}
 	}
 	var errs []error
 	for _, c := range r.changes {
@@ -231,6 +287,15 @@ func (r *filesPart) putBack(ctx context.Context) (err error) {
 }
 
 func (r *filesPart) close() error {
+	err := r.closeChanges()
+	if r.scratch != "" {
+		err = errors.Join(err, os.RemoveAll(r.scratch))
+		r.scratch = ""
+	}
+	return err
+}
+
+func (r *filesPart) closeChanges() error {
 	var errs []error
 	for _, c := range r.changes {
 		errs = append(errs, c.Close())

@@ -239,7 +239,7 @@ func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64)
 	}
 	if due {
 		start := time.Now()
-		used, err := overlay.Usage(ctx, c.Upper, most)
+		used, err := usage(ctx, c, most)
 		if errors.Is(err, overlay.ErrTooDeep) {
 			// They are not counted further; no program needs such depth.
 			used, err = most+1, nil
@@ -253,6 +253,24 @@ func (w *filesLimit) count(ctx context.Context, c runtime.Container, most int64)
 		}
 	}
 	return max(soon(most-w.used), min(w.took, late)), nil
+}
+
+// usage returns what the files of a sandbox take, those that it has changed in its workspaces
+// included; it stops counting beyond most.
+func usage(ctx context.Context, c runtime.Container, most int64) (sum int64, err error) {
+	if sum, err = overlay.Usage(ctx, c.Upper, most); err != nil {
+		return sum, err
+	}
+	for _, v := range c.Volumes {
+		if !v.Workspace() || sum > most {
+			continue
+		}
+		used, err := overlay.Usage(ctx, v.Path, most-sum)
+		if sum += used; err != nil {
+			return sum, err
+		}
+	}
+	return sum, nil
 }
 
 // due reports whether the files are to be counted: they could be near their limit by the free

@@ -31,6 +31,32 @@ func (k *making) readAhead(ctx context.Context, draft *store.Draft) error {
 	})
 }
 
+// readBelow captures the directories that workspaces lie over, as they are before the sandbox is
+// frozen: the sandbox does not change them.
+func (k *making) readBelow(ctx context.Context, draft *store.Draft) error {
+	for i := range k.below {
+		t := &k.below[i]
+		t.Know(ctx)
+		var err error
+		for range belowTries {
+			err = t.Capture(ctx, draft.Sink(), overlay.CollectOptions{Base: k.row.ID, Paranoid: k.opts.Paranoid})
+			if !errors.Is(err, runtime.ErrBusy) || ctx.Err() != nil {
+				break
+			}
+		}
+		if errors.Is(err, runtime.ErrBusy) {
+			err = hint(err, "Other programs write to the directory without a pause; end them, or try again.")
+		}
+		if err != nil {
+			return fmt.Errorf("read %s, below workspace %s: %w", t.Dir, k.parts.Volumes[t.Number-1].Name, err)
+		}
+	}
+	return nil
+}
+
+// belowTries is how often a directory is read that other programs write to meanwhile.
+const belowTries = 5
+
 // collect captures the trees of a stopped or frozen sandbox.
 func (k *making) collect(ctx context.Context, draft *store.Draft, opts overlay.CollectOptions) error {
 	for i := range k.trees {
@@ -67,6 +93,11 @@ func (k *making) put(ctx context.Context, draft *store.Draft) error {
 			return err
 		}
 	}
+	for i := range k.below {
+		if err := k.below[i].Put(ctx, draft, nil); err != nil {
+			return err
+		}
+	}
 	if k.row.Kind != runtime.KindFull {
 		return nil
 	}
@@ -78,8 +109,8 @@ func (cs *checkpoints) keepCaches(k *making) {
 	if k.aside {
 		return // the caches stay those of the earlier checkpoint
 	}
-	for i := range k.trees {
-		if err := k.trees[i].Remember(); err != nil {
+	for _, t := range k.all() {
+		if err := t.Remember(); err != nil {
 			cs.log.Warn("file cache not kept; files will be read again", "sandbox", k.sb.ID, "err", err)
 		}
 	}
@@ -88,8 +119,18 @@ func (cs *checkpoints) keepCaches(k *making) {
 // dropCaches deletes the sandbox's file caches.
 func (k *making) dropCaches() error {
 	var errs []error
-	for i := range k.trees {
-		errs = append(errs, k.trees[i].Forget())
+	for _, t := range k.all() {
+		errs = append(errs, t.Forget())
 	}
 	return errors.Join(errs...)
+}
+
+// all returns all trees of a checkpoint.
+func (k *making) all() (list []*worktree.Tree) {
+	for _, trees := range [][]worktree.Tree{k.trees, k.below} {
+		for i := range trees {
+			list = append(list, &trees[i])
+		}
+	}
+	return list
 }

@@ -18,10 +18,14 @@ import (
 // meanwhile, and an engine may work on its other containers for any length of time.
 const usersTime = time.Minute
 
-// takeVolumes adds the volumes of a sandbox to a checkpoint.
+// takeVolumes adds the volumes of a sandbox to a checkpoint. No backend has both volumes of an
+// engine and workspaces.
 func (k *making) takeVolumes(ctx context.Context) error {
 	for _, v := range k.c.Volumes {
 		k.parts.Volumes = append(k.parts.Volumes, store.Volume{Name: v.Name})
+		if v.Workspace() {
+			k.parts.Volumes = append(k.parts.Volumes, store.Volume{Name: v.Name, Below: true})
+		}
 	}
 	return alone(ctx, k.sb.host, k.sb.ID, k.c.Volumes)
 }
@@ -44,6 +48,7 @@ func (r *restoration) checkAlone(ctx context.Context) error {
 
 // alone refuses volumes to which other containers could write at this moment.
 func alone(ctx context.Context, host Host, id string, volumes []runtime.Volume) error {
+	volumes = slices.DeleteFunc(slices.Clone(volumes), runtime.Volume.Workspace) // these are the sandbox's own
 	if len(volumes) == 0 {
 		return nil
 	}

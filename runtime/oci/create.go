@@ -37,11 +37,16 @@ func (h hooks) Make(_ context.Context, spec runtime.Spec, lower []string) error 
 			return err
 		}
 	}
-	// Overlayfs makes files in the one and renames them into the other.
-	if _, err := overlay.GiveProject(upper, work); err != nil {
+	if err := h.box.LayOut(c); err != nil {
 		return err
 	}
-	if err := h.box.LayOut(c); err != nil {
+	// Overlayfs makes files in the one and renames them into the other. What a sandbox changes in
+	// its workspaces counts for its limit, too.
+	dirs := []string{upper, work}
+	for _, w := range h.box.Workspaces(c) {
+		dirs = append(dirs, w.Upper, w.Work)
+	}
+	if _, err := overlay.GiveProject(dirs...); err != nil {
 		return err
 	}
 	if err := failpoint.Hit("oci.create.after-dirs"); err != nil {

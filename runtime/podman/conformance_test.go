@@ -218,6 +218,7 @@ func TestConformance(t *testing.T) {
 		"spec/what processes may do":                  "Podman's containers have no policy",
 		"spec/network bridge":                         "Podman gives a new address at every start; a restore asks for the old one",
 	})
+	maps.Copy(cannot, backendtest.NoWorkspaces())
 	backendtest.Run(t, backendtest.Factory{
 		Lower: backendtest.BusyboxLower,
 		Image: image,

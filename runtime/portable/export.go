@@ -28,15 +28,16 @@ const (
 	listName     = "agentbox/images.jsonl"
 	treeFormat   = "agentbox/tree-%d.jsonl"
 
-	configName  = "config.dump"
-	specName    = "spec.dump"
-	networkName = "network.status"
-	deletedName = "deleted.files"
-	rootfsName  = "rootfs-diff.tar"
-	shmName     = "devshm-checkpoint.tar"
-	volumesDir  = "volumes"
-	imagesDir   = "checkpoint"
-	statsName   = "stats-dump" // what CRIU measured, among the images of a checkpoint
+	configName    = "config.dump"
+	specName      = "spec.dump"
+	networkName   = "network.status"
+	deletedName   = "deleted.files"
+	rootfsName    = "rootfs-diff.tar"
+	shmName       = "devshm-checkpoint.tar"
+	volumesDir    = "volumes"
+	workspacesDir = "workspaces"
+	imagesDir     = "checkpoint"
+	statsName     = "stats-dump" // what CRIU measured, among the images of a checkpoint
 
 	// attachedName has the files of the host that belong to a checkpoint; other
 	// readers leave it alone.

@@ -6,10 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path"
 	"strings"
 	"time"
 
 	"github.com/zeebo/blake3"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 )
@@ -26,8 +28,9 @@ type manifest struct {
 	Created     time.Time       `json:"created"`
 	Files       []tree          `json:"files"`
 	Volumes     []struct {
-		Name  string `json:"name"`
+		Name  string `json:"name"` // of a workspace: an absolute path
 		Files tree   `json:"files"`
+		Below bool   `json:"below"` // of the directory that the workspace of that name lay over
 	} `json:"volumes"`
 	Attached *struct {
 		Files tree `json:"files"`
@@ -85,10 +88,18 @@ func parseManifest(data []byte) (*manifest, error) {
 	}
 	seen := map[string]bool{}
 	for _, v := range m.Volumes {
-		if !plain(v.Name) || seen[v.Name] {
+		name := v.Name
+		good := plain(name)
+		if path.IsAbs(name) {
+			good = path.Clean(name) == name && name != "/" && len(name) < unix.PathMax
+		}
+		if v.Below {
+			good, name = seen[name] && path.IsAbs(name), "below "+name
+		}
+		if !good || seen[name] {
 			return nil, corrupt("%s: volume %.64q", manifestName, v.Name)
 		}
-		seen[v.Name] = true
+		seen[name] = true
 	}
 	if t := m.listed(); t != nil {
 		if len(m.Processes.Images) > 0 || t.Entries < 1 || t.Entries > maxImages || t.Bytes < 1 ||
@@ -189,7 +200,14 @@ func (m *manifest) archive(i int) string {
 	if i > len(m.Volumes) {
 		return attachedName
 	}
-	return volumesDir + "/" + m.Volumes[i-1].Name + ".tar"
+	switch v := m.Volumes[i-1]; {
+	case v.Below:
+		return fmt.Sprintf("%s/%d.below.tar", workspacesDir, i)
+	case path.IsAbs(v.Name):
+		return fmt.Sprintf("%s/%d.tar", workspacesDir, i)
+	default:
+		return volumesDir + "/" + v.Name + ".tar"
+	}
 }
 
 func (m *manifest) images() []image {

@@ -23,7 +23,7 @@ func FuzzParseManifest(f *testing.F) {
 	digest := digestOf(nil)
 	two := Chunks{{Digest: digest, Len: 3}, {Digest: digest, Len: 2}}
 	tree := Tree{Entries: 2, Data: 7, Bytes: 5, Digest: digest, Chunks: two}
-	m.Files, m.Volumes = []Tree{tree}, []Volume{{"vol", tree}}
+	m.Files, m.Volumes = []Tree{tree}, []Volume{{Name: "vol", Files: tree}}
 	m.Processes.Images = []Image{{Name: "a.img", Digest: digest},
 		{Name: "b.img", Digest: digest, Bytes: 5, Chunks: two},
 		{Name: "pages-1.img", Digest: digest, Bytes: 8192, Recipe: two, Pages: two}}
@@ -43,7 +43,12 @@ func FuzzParseManifest(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
-	for _, data := range [][]byte{full, listed, files} {
+	m.Volumes = []Volume{{Name: "/work", Files: tree}, {Name: "/work", Files: tree, Below: true}}
+	workspace, err := m.Encode()
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, data := range [][]byte{full, listed, files, workspace} {
 		if _, err := ParseManifest(data); err != nil {
 			f.Fatal(err)
 		}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/zeebo/blake3"
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
@@ -109,11 +110,32 @@ type AttachedFile struct {
 	Absent bool   `json:"absent,omitempty"` // there was no such file
 }
 
-// Volume is a named volume of the engine with what was in it.
+// Volume is a named volume of the engine with what was in it, or a workspace, whose name is its
+// absolute path in the sandbox.
 type Volume struct {
 	Name  string `json:"name"`
 	Files Tree   `json:"files"`
+
+	// Below: the files are those of the directory that the workspace of that name lay over.
+	Below bool `json:"below,omitempty"`
 }
+
+// same reports whether another volume is called the same.
+func (v Volume) same(o Volume) bool { return o.Name == v.Name && o.Below == v.Below }
+
+// valid reports whether a volume can be one of a checkpoint's.
+func (v Volume) valid(all []Volume) bool {
+	switch {
+	case v.Workspace():
+		return len(v.Name) < unix.PathMax && path.Clean(v.Name) == v.Name && v.Name != "/" && isPrintable(v.Name, "")
+	case v.Below:
+		return slices.ContainsFunc(all, func(o Volume) bool { return o.Workspace() && o.Name == v.Name })
+	}
+	return v.Name != "" && len(v.Name) <= 255 && isPrintable(v.Name, "/")
+}
+
+// Workspace reports whether it is a workspace.
+func (v Volume) Workspace() bool { return strings.HasPrefix(v.Name, "/") && !v.Below }
 
 // Tree is a list of entries: JSON lines in the order of overlay.ComparePaths,
 // stored in chunks. The data of its files is in chunks that the entries name.
@@ -194,7 +216,21 @@ func (m *Manifest) place(n int) string {
 	case n == m.AttachedTree():
 		return "attached:"
 	}
+	if v := m.Volumes[n-1]; v.Below {
+		return v.Name + " (below):"
+	}
 	return m.Volumes[n-1].Name + ":"
+}
+
+// Below returns the number of the tree of the directory that the workspace of a tree lay over; 0:
+// the tree is of no workspace.
+func (m *Manifest) Below(tree int) int {
+	if tree < 1 || tree > len(m.Volumes) || !m.Volumes[tree-1].Workspace() {
+		return 0
+	}
+	return 1 + slices.IndexFunc(m.Volumes, func(v Volume) bool {
+		return v.Below && v.Name == m.Volumes[tree-1].Name
+	})
 }
 
 func (m *Manifest) version() int {
@@ -420,7 +456,7 @@ func (m *Manifest) check() error {
 		return fmt.Errorf("%d volumes", len(m.Volumes))
 	}
 	for i, v := range m.Volumes {
-		if v.Name == "" || len(v.Name) > 255 || !isPrintable(v.Name, "/") {
+		if !v.valid(m.Volumes) || slices.ContainsFunc(m.Volumes[:i], v.same) {
 			return fmt.Errorf("volume %d: name %.64q", i, v.Name)
 		}
 	}

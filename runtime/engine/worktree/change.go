@@ -63,8 +63,8 @@ func (t *Tree) Plan(ctx context.Context, to Target, opts PlanOptions) (*Change, 
 
 // plan compares the last collection with a target.
 func (t *Tree) plan(ctx context.Context, to Target) (*overlay.Update, error) {
-	if len(to.lost(t.Number)) > 0 {
-		u, err := overlay.PlanUpdate(ctx, t.collection, to.entries(ctx, t.Number))
+	if !to.whole(t.Number) {
+		u, err := overlay.PlanUpdate(ctx, t.collection, to.Entries(ctx, t.Number))
 		if err != nil {
 			err = fmt.Errorf("compare the files: %w", err)
 		}

@@ -178,7 +178,7 @@ func (c *Change) putBack(ctx context.Context) (err error) {
 	if err := t.keepStage(); err != nil {
 		return err
 	}
-	was, err := overlay.Before(t.before(), c.to.entries(ctx, t.Number))
+	was, err := overlay.Before(t.before(), c.to.Entries(ctx, t.Number))
 	if errors.Is(err, os.ErrNotExist) {
 		return nil // a previous run has finished and removed the displaced files
 	}
@@ -209,7 +209,7 @@ func (c *Change) putBack(ctx context.Context) (err error) {
 	if err := t.look(ctx, overlay.CollectOptions{}); err != nil {
 		return err
 	}
-	diffs, err := overlay.Compare(was, t.entries(), overlay.CompareOptions{Limit: 1})
+	diffs, err := overlay.Compare(was, t.Entries(), overlay.CompareOptions{Limit: 1})
 	if err == nil && len(diffs) > 0 {
 		err = fmt.Errorf("%w: the files differ from what they were: %v", runtime.ErrCorrupt, diffs[0])
 	}

@@ -16,6 +16,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"iter"
 	"log/slog"
 	"os"
@@ -117,8 +118,21 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 	return nil
 }
 
-// entries reads the last collection as a sequence; an error is its last element.
-func (t *Tree) entries() iter.Seq2[overlay.Entry, error] {
+// Differs collects a directory that may be in use, and reports whether it is not what a tree of
+// a checkpoint has. The collection is the new file out.
+func (t *Tree) Differs(ctx context.Context, out string, to Target) (bool, error) {
+	t.Know(ctx)
+	opts := overlay.CollectOptions{Cache: t.collection, Trust: true, Tolerant: true}
+	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts); err != nil {
+		return false, err
+	}
+	t.collection = out
+	diffs, err := overlay.Compare(to.Entries(ctx, t.Number), t.Entries(), overlay.CompareOptions{Limit: 1})
+	return len(diffs) > 0, err
+}
+
+// Entries reads the last collection as a sequence; an error is its last element.
+func (t *Tree) Entries() iter.Seq2[overlay.Entry, error] {
 	stop := errors.New("stop")
 	return func(yield func(overlay.Entry, error) bool) {
 		err := overlay.Collection(t.collection, func(e overlay.Entry) error {
@@ -137,6 +151,20 @@ func (t *Tree) entries() iter.Seq2[overlay.Entry, error] {
 type Target struct {
 	Reader *store.Reader
 	Lost   map[string]bool // paths of the upperdir that are left out
+	Moved  map[int]Moved   // by the number of the tree
+}
+
+// Moved is a workspace whose directory below is not what it was. Its tree is not to become the
+// checkpoint's, but what shows the same over the directory as it is now.
+type Moved struct {
+	Below int                             // the tree of the directory as it was
+	Now   iter.Seq2[overlay.Entry, error] // as it is
+}
+
+// whole reports whether a tree is to become the checkpoint's, as that is listed.
+func (g Target) whole(tree int) bool {
+	_, moved := g.Moved[tree]
+	return !moved && len(g.lost(tree)) == 0
 }
 
 // lost returns the paths of a tree that are left out.
@@ -149,11 +177,42 @@ func (g Target) lost(tree int) map[string]bool {
 
 // Entries reads a tree of a checkpoint as a sequence; an error is its last element.
 func Entries(ctx context.Context, r *store.Reader, tree int) iter.Seq2[overlay.Entry, error] {
-	return Target{Reader: r}.entries(ctx, tree)
+	return Target{Reader: r}.Entries(ctx, tree)
 }
 
-// entries reads what a tree is to become.
-func (g Target) entries(ctx context.Context, tree int) iter.Seq2[overlay.Entry, error] {
+// Tree reads what a tree is to become, as a TreeWriter writes it.
+func (g Target) Tree(ctx context.Context, tree int) (io.ReadCloser, error) {
+	if g.whole(tree) {
+		return g.Reader.Tree(ctx, tree)
+	}
+	r, w := io.Pipe()
+	guard.Go(func() { _ = w.CloseWithError(g.write(ctx, tree, w)) })
+	return r, nil
+}
+
+func (g Target) write(ctx context.Context, tree int, to io.Writer) error {
+	w := overlay.NewTreeWriter(to)
+	for e, err := range g.Entries(ctx, tree) {
+		if err != nil {
+			return err
+		}
+		if err := w.Write(e); err != nil {
+			return err
+		}
+	}
+	return w.Close()
+}
+
+// Entries reads what a tree is to become.
+func (g Target) Entries(ctx context.Context, tree int) iter.Seq2[overlay.Entry, error] {
+	if m, ok := g.Moved[tree]; ok {
+		return overlay.Rebase(overlay.Layers{Upper: g.listed(ctx, tree), Was: g.listed(ctx, m.Below), Now: m.Now})
+	}
+	return g.listed(ctx, tree)
+}
+
+// listed reads a tree of the checkpoint, without what is left out.
+func (g Target) listed(ctx context.Context, tree int) iter.Seq2[overlay.Entry, error] {
 	lost := g.lost(tree)
 	return func(yield func(overlay.Entry, error) bool) {
 		list, err := g.Reader.Tree(ctx, tree)

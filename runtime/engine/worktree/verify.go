@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/overlay"
@@ -28,8 +27,8 @@ type VerifyOptions struct {
 // the difference.
 func (c *Change) Verify(ctx context.Context, opts VerifyOptions) error {
 	t := c.tree
-	lost := len(c.to.lost(t.Number)) > 0
-	if c.update != nil && !c.forced && !lost && !opts.Paranoid {
+	whole := c.to.whole(t.Number)
+	if c.update != nil && !c.forced && whole && !opts.Paranoid {
 		if ok, err := c.witnessed(ctx, !opts.Still || t.Number > 0); err != nil || ok {
 			return err
 		}
@@ -48,7 +47,7 @@ func (c *Change) Verify(ctx context.Context, opts VerifyOptions) error {
 	if errors.Is(err, errDiffers) {
 		return c.Force(ctx)
 	}
-	if err != nil || lost {
+	if err != nil || !whole {
 		return t.unproven(err)
 	}
 	return t.proven()
@@ -62,7 +61,7 @@ var errDiffers = fmt.Errorf("%w: the files differ from the manifest", runtime.Er
 // paranoid.
 func (c *Change) prove(ctx context.Context, paranoid bool) error {
 	err := c.differs(ctx, paranoid)
-	if err != nil || len(c.to.lost(c.tree.Number)) > 0 {
+	if err != nil || !c.to.whole(c.tree.Number) {
 		return c.tree.unproven(err)
 	}
 	return c.tree.proven()
@@ -83,16 +82,11 @@ func (c *Change) differs(ctx context.Context, paranoid bool) error {
 		err = u.Close()
 	}
 	if err == nil && !u.Empty() {
-		diffs, err = overlay.Compare(c.to.entries(ctx, t.Number), t.entries(), overlay.CompareOptions{Limit: 1})
+		diffs, err = overlay.Compare(c.to.Entries(ctx, t.Number), t.Entries(), overlay.CompareOptions{Limit: 1})
 	}
 	if err == nil && len(diffs) > 0 && len(c.to.lost(t.Number)) == 0 {
 		// Holes may be finer or coarser than they were; the contents decide.
-		var list io.ReadCloser
-		if list, err = c.to.Reader.Tree(ctx, t.Number); err != nil {
-			return err
-		}
-		diffs, err = overlay.Verify(ctx, t.Dir, list, overlay.CompareOptions{Limit: 1})
-		err = errors.Join(err, list.Close())
+		diffs, err = overlay.VerifyEntries(ctx, t.Dir, c.to.Entries(ctx, t.Number), overlay.CompareOptions{Limit: 1})
 	}
 	if err == nil && len(diffs) > 0 {
 		err = fmt.Errorf("%w: %v", errDiffers, diffs[0])

@@ -178,6 +178,9 @@ func (l *Lifecycle) place(c Container) bundle.Place {
 	}
 }
 
+// Workspaces lists the workspaces of a container.
+func (l *Lifecycle) Workspaces(c Container) []bundle.Workspace { return l.place(c).Workspaces(c.Spec) }
+
 // rootfs returns the mount of a container's root filesystem. An engine would mount a snapshot
 // itself, with the kernel's defaults; the options that keep an upperdir free of references to the
 // layers below are ours.

@@ -25,7 +25,7 @@ func (l *Lifecycle) Create(ctx context.Context, spec runtime.Spec, lower []strin
 	if !record.IsID(id) {
 		return fmt.Errorf("%w: container id %q", fault.ErrInvalid, id)
 	}
-	if err := bundle.Check(spec); err != nil {
+	if err := errors.Join(bundle.Check(spec), l.checkWorkspaces(spec)); err != nil {
 		return err
 	}
 	if err := ctx.Err(); err != nil {
@@ -57,6 +57,33 @@ func (l *Lifecycle) Create(ctx context.Context, spec runtime.Spec, lower []strin
 		return err
 	}
 	return l.hooks.Make(ctx, spec, lower)
+}
+
+// maxWorkspaces is how many workspaces a sandbox can have. A checkpoint has two trees of each.
+const maxWorkspaces = 16
+
+// checkWorkspaces refuses a workspace over, or in, the directories in which its changes are kept:
+// an overlay cannot be part of itself.
+func (l *Lifecycle) checkWorkspaces(s runtime.Spec) error {
+	n := 0
+	for _, m := range s.Mounts {
+		if m.Type != runtime.MountWorkspace {
+			continue
+		}
+		if n++; n > maxWorkspaces {
+			return fmt.Errorf("%w: more than %d workspaces", fault.ErrInvalid, maxWorkspaces)
+		}
+		real := fsx.Resolved(m.Source)
+		for _, own := range []string{l.Base, l.Stage} {
+			if fsx.Within(real, own) || fsx.Within(own, real) {
+				return &fault.Error{
+					Err:  fmt.Errorf("%w: workspace %s: agentbox keeps its state in %s", fault.ErrInvalid, m.Source, own),
+					Hint: "Name a directory that does not contain it, or keep the state elsewhere with --root.",
+				}
+			}
+		}
+	}
+	return nil
 }
 
 // LayOut makes the directories of a container that Make makes.

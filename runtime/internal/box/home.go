@@ -144,7 +144,7 @@ func (h home) ReadRecord(id string, rec any, named *string) error {
 	if err := record.CheckID(id); err != nil {
 		return err
 	}
-	if err := h.noLinks(id, "", "upper", "work", "merged", "etc", "runs", "log", "container.json"); err != nil {
+	if err := h.noLinks(id, "", "upper", "work", "merged", "etc", "runs", "log", "workspaces", "container.json"); err != nil {
 		return err
 	}
 	err := record.ReadJSON(h.Dir(id, "container.json"), rec)

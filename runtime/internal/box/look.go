@@ -344,6 +344,11 @@ func (l *Lifecycle) Describe(v View) runtime.Container {
 		Stage:   stage.Slot{Run: l.Stage, ID: v.Spec.ID},
 		Managed: p.Managed(v.Spec),
 	}
+	for _, w := range p.Workspaces(v.Spec) {
+		c.Volumes = append(c.Volumes, runtime.Volume{
+			Name: w.Path, Path: w.Upper, Target: w.Path, Lower: w.Lower[0],
+		})
+	}
 	if v.Live() {
 		c.Address = v.Run.Address
 	}

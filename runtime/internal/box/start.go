@@ -117,6 +117,9 @@ func (s *Start) prepare(ctx context.Context) error {
 	if err := l.rootfs(s.View.Container).Mount(); err != nil {
 		return err
 	}
+	if err := l.place(s.View.Container).MountWorkspaces(spec); err != nil {
+		return err
+	}
 	if err := l.hit("start.after-mount"); err != nil {
 		return err
 	}

@@ -172,8 +172,8 @@ func (l *Lifecycle) unattended(v View) bool {
 
 // Mount makes a container's root filesystem reachable while fn runs: of one
 // that runs or is paused the root that its first process sees, volumes
-// included; of a stopped one its overlay, without volumes, and no other verb
-// can change it meanwhile.
+// included; of a stopped one its overlay, with its workspaces and without volumes, and no other
+// verb can change it meanwhile.
 //
 // The path leads through a descriptor of this process. It is good for opening
 // and for openat; its text must not be resolved, because the kernel shows such
@@ -203,5 +203,5 @@ func (l *Lifecycle) Mount(ctx context.Context, id string, fn func(root string) e
 			return err
 		}
 	}
-	return l.place(v.Container).OnStopped(ctx, l.log.With("sandbox", id), l.rootfs(v.Container), fn)
+	return l.place(v.Container).OnStopped(ctx, l.log.With("sandbox", id), l.rootfs(v.Container), v.Spec, fn)
 }

@@ -52,7 +52,7 @@ func tail(msg string) string {
 
 // Check refuses a sandbox whose mounts or whose stop signal make no sense.
 func Check(spec runtime.Spec) error {
-	if _, err := userMounts(spec.Mounts); err != nil {
+	if _, err := (Place{}).userMounts(spec); err != nil {
 		return err
 	}
 	_, err := StopSignal(spec, "")

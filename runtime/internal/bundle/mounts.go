@@ -68,7 +68,7 @@ func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 			Options: []string{"bind", "ro", "nosuid", "nodev", "rprivate"},
 		})
 	}
-	own, err := userMounts(s.Mounts)
+	own, err := p.userMounts(s)
 	if err != nil {
 		return nil, err
 	}
@@ -85,9 +85,10 @@ func (p Place) mounts(s runtime.Spec) ([]specs.Mount, error) {
 
 // userMounts checks and converts the spec's mounts, outer ones first, so that
 // none hides another.
-func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
+func (p Place) userMounts(s runtime.Spec) ([]specs.Mount, error) {
 	var list []specs.Mount
-	for _, m := range mounts {
+	workspaces := p.Workspaces(s)
+	for _, m := range s.Mounts {
 		target := path.Clean(m.Target)
 		if !path.IsAbs(target) || target == "/" {
 			return nil, fmt.Errorf("%w: mount target %q must be an absolute path other than /",
@@ -104,6 +105,11 @@ func userMounts(mounts []runtime.Mount) ([]specs.Mount, error) {
 			out.Source, out.Options = m.Source, []string{"rbind", "rprivate"}
 			if m.ReadOnly {
 				out.Options = append(out.Options, readOnly())
+			}
+		case runtime.MountWorkspace:
+			out.Type, out.Source, out.Options = "bind", workspaces[0].Target, []string{"bind", "rprivate"}
+			if workspaces = workspaces[1:]; m.ReadOnly {
+				out.Options = append(out.Options, "ro")
 			}
 		case "tmpfs":
 			opts, err := tmpfsOptions(m)

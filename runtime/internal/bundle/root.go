@@ -9,8 +9,6 @@ import (
 	"path/filepath"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
@@ -21,22 +19,22 @@ import (
 // as a tool that was just killed, to let go.
 const busyWait = time.Second
 
-// Unmount unmounts the root filesystem and the secrets. A process on the host that still uses
-// them keeps them for itself alone.
+// Unmount unmounts the root filesystem, the workspaces and the secrets. A process on the host
+// that still uses them keeps them for itself alone.
 func (p Place) Unmount(ctx context.Context, log *slog.Logger) error {
-	return errors.Join(p.DropSecrets(), p.unmountRoot(ctx, log))
+	return errors.Join(p.DropSecrets(), unmount(ctx, log, p.Rootfs), p.unmountWorkspaces(ctx, log))
 }
 
-func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {
+func unmount(ctx context.Context, log *slog.Logger, target string) error {
 	deadline := time.Now().Add(busyWait)
 	for {
-		err := overlay.Unmount(p.Rootfs, overlay.UnmountOptions{})
+		err := overlay.Unmount(target, overlay.UnmountOptions{})
 		if !errors.Is(err, fault.ErrBusy) {
 			return err
 		}
 		if ctx.Err() != nil || time.Now().After(deadline) {
 			log.Warn("host process found in the sandbox's files", "error", err)
-			return overlay.Unmount(p.Rootfs, overlay.UnmountOptions{Lazy: true})
+			return overlay.Unmount(target, overlay.UnmountOptions{Lazy: true})
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
@@ -45,10 +43,6 @@ func (p Place) unmountRoot(ctx context.Context, log *slog.Logger) error {
 // LayOut makes a sandbox's directories. The existing upperdir is the inode of / to the sandbox, so
 // it takes after the top directory of its image.
 func (p Place) LayOut(s runtime.Spec, top, upper string) error {
-	var st unix.Stat_t
-	if err := unix.Stat(top, &st); err != nil {
-		return fmt.Errorf("lower directory %s: %w", top, err)
-	}
 	for _, name := range []string{"merged", "runs", "etc"} {
 		if err := os.Mkdir(filepath.Join(p.Dir, name), 0o700); err != nil {
 			return err
@@ -63,27 +57,39 @@ func (p Place) LayOut(s runtime.Spec, top, upper string) error {
 			return fmt.Errorf("copy the init: %w", err)
 		}
 	}
-	if err := os.Chown(upper, int(st.Uid), int(st.Gid)); err != nil {
-		return err
+	if err := takeAfter(upper, top); err != nil {
+		return fmt.Errorf("lower directory %s: %w", top, err)
 	}
-	if err := unix.Chmod(upper, st.Mode&0o7777); err != nil {
-		return err
-	}
-	times := []unix.Timespec{st.Atim, st.Mtim}
-	return unix.UtimesNanoAt(unix.AT_FDCWD, upper, times, unix.AT_SYMLINK_NOFOLLOW)
+	return p.layOutWorkspaces(s)
 }
 
-// OnStopped mounts the root filesystem of a sandbox that does not run while fn
-// runs on it.
-func (p Place) OnStopped(ctx context.Context, log *slog.Logger, m overlay.Mount, fn func(root string) error) error {
-	if err := m.Mount(); err != nil {
-		return err
-	}
-	root, err := kernel.OpenRoot(p.Rootfs)
+// OnStopped mounts the root filesystem of a sandbox that does not run, workspaces included, while
+// fn runs on it.
+func (p Place) OnStopped(
+	ctx context.Context, log *slog.Logger, m overlay.Mount, s runtime.Spec, fn func(root string) error,
+) error {
+	err := m.Mount()
 	if err == nil {
-		err = onRoot(root, fn)
+		err = p.MountWorkspaces(s)
+	}
+	if err == nil {
+		err = p.onStopped(s, fn)
+	}
+	if len(p.Workspaces(s)) > 0 { // they are mounted on it
+		err = errors.Join(err, kernel.UnmountBelow(p.Rootfs))
 	}
 	return errors.Join(err, p.Unmount(context.WithoutCancel(ctx), log))
+}
+
+func (p Place) onStopped(s runtime.Spec, fn func(root string) error) error {
+	root, err := kernel.OpenRoot(p.Rootfs)
+	if err != nil {
+		return err
+	}
+	if err := p.showWorkspaces(root, s); err != nil {
+		return errors.Join(err, root.Close())
+	}
+	return onRoot(root, fn)
 }
 
 // OnLive runs fn on the root filesystem that a process sees.

@@ -42,6 +42,16 @@ func UnmountBelow(dirs ...string) error {
 	return errors.Join(errs...)
 }
 
+// BindTo binds a directory to another one, which is open; its path, which may lead anywhere by
+// now, is not used.
+func BindTo(source string, target *os.File) error {
+	at := fmt.Sprintf("/proc/self/fd/%d", target.Fd())
+	if err := unix.Mount(source, at, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("bind %s: %w", source, err)
+	}
+	return nil
+}
+
 // MountsBelow lists what is mounted below some directories.
 func MountsBelow(dirs ...string) (paths []string, err error) {
 	infos, err := mountinfo.GetMounts(func(i *mountinfo.Info) (skip, stop bool) {

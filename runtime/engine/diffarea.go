@@ -1,0 +1,122 @@
+package engine
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// area is a part of a sandbox's files that a Diff compares by itself: the root filesystem or a
+// workspace.
+type area struct {
+	at    string // where it is in the sandbox, as paths of trees are; ".": it is the root
+	lower []string
+	sides [2]overlay.Side
+	from  [2]*worktree.Target // of a checkpoint
+	tree  [2]int              // its number in that
+}
+
+// workspaces returns the areas of a sandbox's workspaces. Over a directory that has changed since a
+// checkpoint, that side shows what the checkpoint has.
+func (d *differ) workspaces(ctx context.Context, root area, to string) (list []area, err error) {
+	s, err := spec(d.sb)
+	if err != nil {
+		return nil, err
+	}
+	for _, m := range s.Mounts {
+		if m.Type != runtime.MountWorkspace {
+			continue
+		}
+		name := path.Clean(m.Target)
+		a := area{at: inTree(name), lower: []string{m.Source}}
+		for i := range a.sides {
+			switch {
+			case root.from[i] != nil:
+				err = d.workspaceOf(ctx, &a, i, name, root)
+			case i == 1 && to == "":
+				a.sides[i] = d.workspaceNow(name)
+			}
+			if err != nil {
+				return nil, err
+			}
+		}
+		list = append(list, a)
+	}
+	return list, nil
+}
+
+// workspaceNow returns the side of a workspace as it is.
+func (d *differ) workspaceNow(name string) overlay.Side {
+	at := slices.IndexFunc(d.c.Volumes, func(v runtime.Volume) bool { return v.Workspace() && v.Name == name })
+	if at < 0 {
+		return overlay.Side{}
+	}
+	return overlay.Side{Dir: d.c.Volumes[at].Path}
+}
+
+// workspaceOf makes side i of an area that of a checkpoint.
+func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, root area) error {
+	reader := root.from[i].Reader
+	m := reader.Manifest()
+	n := 1 + slices.IndexFunc(m.Volumes, func(v store.Volume) bool { return v.Workspace() && v.Name == name })
+	if n == 0 {
+		return nil // it had none yet: the directory as it is
+	}
+	to := worktree.Target{Reader: reader}
+	if below := m.Below(n); below > 0 {
+		if d.scratch == "" {
+			var err error
+			if d.scratch, err = d.e.store.Scratch(); err != nil {
+				return err
+			}
+		}
+		t := worktree.Tree{Dir: a.lower[0], Number: below, Home: worktree.Home{Store: d.e.store, Sandbox: d.sb.ID, Log: d.e.log}}
+		out := filepath.Join(d.scratch, fmt.Sprintf("%d-%d", i, below))
+		changed, err := t.Differs(ctx, out, to)
+		if err != nil {
+			return fmt.Errorf("read %s, below workspace %s: %w", t.Dir, name, err)
+		}
+		if changed {
+			to.Moved = map[int]worktree.Moved{n: {Below: below, Now: t.Entries()}}
+		}
+	}
+	a.from[i], a.tree[i] = &to, n
+	a.sides[i] = overlay.Side{
+		Tree: func() (io.ReadCloser, error) { return to.Tree(ctx, n) }, Taken: root.sides[i].Taken,
+	}
+	return nil
+}
+
+// within returns the path in the area of a path in the sandbox, and whether it is in it.
+func (a area) within(name string) (string, bool) {
+	if a.at == "." {
+		return name, true
+	}
+	if name == a.at {
+		return ".", true
+	}
+	return strings.CutPrefix(name, a.at+"/")
+}
+
+// outside returns the path in the sandbox of a path in the area.
+func (a area) outside(name string) string { return path.Join(a.at, name) }
+
+// areaOf returns the area that has a path, and the path in it: the innermost one. The first area is
+// the root.
+func areaOf(areas []area, name string) (at int, in string) {
+	for i, a := range areas {
+		if rest, is := a.within(name); is && (at == 0 || len(a.at) > len(areas[at].at)) {
+			at, in = i, rest
+		}
+	}
+	return at, in
+}
