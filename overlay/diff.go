@@ -154,6 +154,8 @@ type node struct {
 	name  string
 	fd    int // itself, of a directory on the disk; else -1
 	ctime time.Time
+	ino   uint64 // of what lies on the disk, and how many names it has
+	nlink uint32
 	layer bool // it lies in a layer
 }
 

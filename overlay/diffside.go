@@ -187,6 +187,7 @@ func (d *diff) readFD(n *node) (err error) {
 
 func (n *node) fillNode(st *unix.Statx_t) error {
 	n.ctime = time.Unix(st.Ctime.Sec, int64(st.Ctime.Nsec))
+	n.ino, n.nlink = st.Ino, st.Nlink
 	n.Entry = Entry{Path: n.Path}
 	return n.fill(st)
 }
@@ -276,14 +277,11 @@ func (u *treeSide) peek() (string, bool, error) {
 
 func (u *treeSide) take() (*node, error) {
 	e := *u.cur
-	if _, ok := u.links[e.Path]; ok {
-		u.links[e.Path] = u.cur
-	}
+	u.keepTarget()
 	if e.Hardlink != "" && e.Type != TypeWhiteout {
 		first := u.links[e.Hardlink]
 		if first == nil || first.Type != e.Type || first.Hardlink != "" {
-			return nil, fmt.Errorf("read tree: %w: %q is a hard link to %q, which is not there", fault.ErrCorrupt,
-				clip(e.Path), clip(e.Hardlink))
+			return nil, danglingLink(&e)
 		}
 		path := e.Path
 		e = *first
@@ -291,6 +289,34 @@ func (u *treeSide) take() (*node, error) {
 	}
 	u.advance()
 	return &node{Entry: e, dir: -1, fd: -1}, nil
+}
+
+// keepTarget keeps the present entry if further names lead to it.
+func (u *treeSide) keepTarget() {
+	if _, ok := u.links[u.cur.Path]; ok {
+		u.links[u.cur.Path] = u.cur
+	}
+}
+
+func danglingLink(e *Entry) error {
+	return fmt.Errorf("read tree: %w: %q is a hard link to %q, which is not there", fault.ErrCorrupt,
+		clip(e.Path), clip(e.Hardlink))
+}
+
+// pass goes past entries for as long as skip says so.
+func (u *treeSide) pass(skip func(path string) bool) {
+	for u.err == nil && u.cur != nil && skip(u.cur.Path) {
+		u.keepTarget()
+		u.advance()
+	}
+}
+
+// inode is the first name of what the present entry is a name of, if there are several.
+func (u *treeSide) inode() string {
+	if _, ok := u.links[u.cur.Path]; ok {
+		return u.cur.Path
+	}
+	return u.cur.Hardlink
 }
 
 func (u *treeSide) leave() { u.stack = u.stack[:len(u.stack)-1] }
