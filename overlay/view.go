@@ -64,8 +64,8 @@ type BoundFile struct {
 
 // ViewMount is what is mounted at a path of a View.
 type ViewMount struct {
-	Kind  string
-	Files *View // the mounted files; nil: they are not recorded
+	Kind  string // for messages: bind, volume, tmpfs, ...
+	Files *View  // the mounted files; nil: they are not recorded
 }
 
 // ViewFile is one path of a View. Its Entry is what a user of the sandbox sees: it is never a
@@ -82,7 +82,7 @@ type ViewFile struct {
 	bound []byte
 }
 
-// NewView opens a view. Close releases it, and the views of its mounts.
+// NewView opens a view. Close releases it.
 func NewView(ctx context.Context, opts ViewOptions) (_ *View, err error) {
 	if err := checkPrivilege(); err != nil {
 		return nil, err
@@ -122,15 +122,8 @@ func NewView(ctx context.Context, opts ViewOptions) (_ *View, err error) {
 	return v, nil
 }
 
-// Close releases the view.
-func (v *View) Close() {
-	v.low.close()
-	for _, m := range v.opts.Mounts {
-		if m.Files != nil {
-			m.Files.Close()
-		}
-	}
-}
+// Close releases the view. Those of its mounts stay open.
+func (v *View) Close() { v.low.close() }
 
 // Foresee reads, in one go, what the tree has on the way to some paths. Resolve and Walk read it
 // otherwise, path by path.
@@ -385,7 +378,7 @@ func (v *View) shown(path string, n *node) *Entry {
 }
 
 func notRecorded(path, at string, m ViewMount) error {
-	return fmt.Errorf("%q: %w: the sandbox mounts %s at %q, which is not part of a checkpoint", rooted(path),
+	return fmt.Errorf("%q: %w: the sandbox has a mount (%s) at %q, which is not part of a checkpoint", rooted(path),
 		fault.ErrNotFound, m.Kind, rooted(at))
 }
 
@@ -462,6 +455,11 @@ func (v *View) Resolve(p string, follow bool) (real string, e *Entry, err error)
 	}
 	if e != nil && e.Type != TypeDir && (last == "" || last == ".") {
 		return "", nil, notDirectory(real)
+	}
+	if e == nil {
+		if at, m, ok := v.mountOf(real); ok && m.Files == nil {
+			return "", nil, notRecorded(real, at, m)
+		}
 	}
 	return real, e, nil
 }
@@ -561,6 +559,11 @@ func (w *viewWalk) dir(path string, low *lowerDir) error {
 	}
 	var rest []string
 	if low != nil {
+		for _, part := range low.parts { // those of the root may have been listed before
+			if _, err := unix.Seek(part.fd, 0, io.SeekStart); err != nil {
+				return pathError("seek in", part.at, err)
+			}
+		}
 		var err error
 		if rest, err = w.v.d.list(low); err != nil {
 			return err

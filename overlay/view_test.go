@@ -170,6 +170,8 @@ func TestViewIsWhatOneSees(t *testing.T) {
 				links++
 			}
 		}
+		again, _ := viewed(rt, v, ".")
+		sameSeen(rt, "once more", now, again)
 		all := slices.Sorted(maps.Keys(now))
 		part := all[len(all)/2]
 		in, _ := viewed(rt, v, part)
@@ -314,13 +316,13 @@ func TestViewMounts(t *testing.T) {
 			"/nowhere/x": {},
 		},
 		Mounts: map[string]ViewMount{
-			"/alias":    {Kind: "a volume"}, // that is /data
-			"/srv":      {Kind: "a volume", Files: openView(t, volume, ViewOptions{})},
-			"/none/x/y": {Kind: "a tmpfs"},
+			"/alias":    {Kind: "volume"}, // that is /data
+			"/srv":      {Kind: "volume", Files: openView(t, volume, ViewOptions{})},
+			"/none/x/y": {Kind: "tmpfs"},
 		},
 	})
 	want := []string{
-		".", "alias", "data:a volume", "etc", "etc/hosts", "etc/more", "from0", "loop", "new", "same", "srv", "srv/kept",
+		".", "alias", "data:volume", "etc", "etc/hosts", "etc/more", "from0", "loop", "new", "same", "srv", "srv/kept",
 		"top", "up",
 	}
 	if got := paths(t, v, "."); !slices.Equal(got, want) {
@@ -329,7 +331,7 @@ func TestViewMounts(t *testing.T) {
 	if got := paths(t, v, "srv"); !slices.Equal(got, []string{"srv", "srv/kept"}) {
 		t.Errorf("%q", got)
 	}
-	if got := paths(t, v, "data"); !slices.Equal(got, []string{"data:a volume"}) {
+	if got := paths(t, v, "data"); !slices.Equal(got, []string{"data:volume"}) {
 		t.Errorf("%q", got)
 	}
 	for p, want := range map[string]string{"etc/hosts": "bound", "etc/more": "more", "srv/kept": "kept", "same": "new"} {
@@ -349,9 +351,13 @@ func TestViewMounts(t *testing.T) {
 	}
 	for _, p := range []string{"/data/x", "/alias/x", "/alias/none/y"} {
 		if _, _, err := v.Resolve(p, false); !errors.Is(err, fault.ErrNotFound) ||
-			!strings.Contains(err.Error(), `mounts a volume at "/data"`) {
+			!strings.Contains(err.Error(), `has a mount (volume) at "/data"`) {
 			t.Errorf("%s: %v", p, err)
 		}
+	}
+	if _, _, err := v.Resolve("/none/x/y", true); !errors.Is(err, fault.ErrNotFound) ||
+		!strings.Contains(err.Error(), "tmpfs") {
+		t.Error(err)
 	}
 	if err := v.Walk("data/x", func(*ViewFile) error { return nil }); !errors.Is(err, fault.ErrNotFound) {
 		t.Error(err)

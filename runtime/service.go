@@ -56,12 +56,20 @@ type SandboxService interface {
 	// name is ErrNotFound.
 	Stats(ctx context.Context, opts StatsOptions) ([]Stats, error)
 
+	// CopyFrom, Stat and List read the files of a sandbox as they are now or, where they are
+	// given SANDBOX@CHECKPOINT, as a checkpoint has them. SANDBOX@DiffImage are the files of
+	// the image. What the sandbox mounts over its root is in no checkpoint, except volumes
+	// that were taken along.
+
 	// CopyFrom writes path as a tar stream, as `docker cp c:path -` does.
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
 	// CopyTo extracts a tar stream into the directory path.
 	CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error
 	// Stat describes path; it does not follow a final symlink.
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
+	// List calls fn for path and, if it is a directory or a symlink to one, for what is in
+	// it, by name. An error of fn ends it and is returned.
+	List(ctx context.Context, sandbox, path string, opts ListOptions, fn func(FileEntry) error) error
 }
 
 // Local is a Service whose sandboxes are on this host and accessible to this process.
@@ -354,6 +362,24 @@ type RemoveOptions struct {
 	Force       bool `json:"force"`       // kill it if it runs
 	AtExit      bool `json:"at_exit"`     // at the exit of an --rm sandbox: unless it is kept
 	Checkpoints bool `json:"checkpoints"` // its checkpoints too
+}
+
+// ListOptions modify List. Whatever they say, the path itself is listed, first, and what has a
+// FileEntry.Mount.
+type ListOptions struct {
+	Recursive bool   // all below the path, each directory before its contents
+	Name      string // only what has a name that this pattern matches; see path.Match
+	Type      string // only what is of this FileState.Type
+}
+
+// FileEntry is the documented JSON of `agentbox ls`; it only ever grows.
+type FileEntry struct {
+	Path    string `json:"path"` // absolute, in the sandbox
+	PathB64 string `json:"path_b64,omitempty"`
+	FileState
+	// Mount is the kind of what the sandbox mounts there, if its content is not part of
+	// the checkpoint: bind, volume, tmpfs, proc, sysfs, devices or secrets.
+	Mount string `json:"mount,omitempty"`
 }
 
 // PathStat describes one path in a sandbox.

@@ -36,28 +36,23 @@ func newCpCommand(a *app) *cobra.Command {
 		Short: "Copy between a sandbox and the host",
 		Long: `Cp copies a file or a directory. One of SRC and DST is SANDBOX:PATH, the other a path on
 the host, or - for a tar stream on stdout or stdin. The sandbox may be running or stopped.
+SANDBOX@CHECKPOINT:PATH as SRC is a path as the checkpoint has it, and SANDBOX@image:PATH
+one of the image; nothing is restored for that. What the sandbox mounts is in no checkpoint.
 
 A directory is copied into an existing directory DST under its own name, and with DST
 under that name when there is none; SRC/. copies what is in it. DST/ must be a directory.`,
 		Example: `  agentbox cp c:/etc/passwd .
   agentbox cp ./src/. c:/work
+  agentbox cp c@before:/work/src .
   agentbox cp c:/var/log - | tar t`,
-		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied),
+		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported),
 		Args:        args(2, 2),
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, toComplete string) ([]string,
 			cobra.ShellCompDirective) {
 			if len(args) > 1 {
 				return nil, noFiles
 			}
-			if strings.ContainsAny(toComplete, "/.:") {
-				return nil, cobra.ShellCompDirectiveDefault
-			}
-			names := a.sandboxNames(cmd, nil, nil)
-			for i, n := range names {
-				name, _, _ := strings.Cut(n, "\t")
-				names[i] = name + ":"
-			}
-			return names, cobra.ShellCompDirectiveNoSpace
+			return a.completeEnds(cmd, toComplete, cobra.ShellCompDirectiveDefault)
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			src, dst := parseEnd(args[0]), parseEnd(args[1])
@@ -73,9 +68,28 @@ under that name when there is none; SRC/. copies what is in it. DST/ must be a d
 	return cmd
 }
 
+// completeEnds offers sandboxes and checkpoints, with a colon for the path. Files are completed by
+// the directive that is given.
+func (a *app) completeEnds(
+	cmd *cobra.Command, toComplete string, files cobra.ShellCompDirective,
+) ([]string, cobra.ShellCompDirective) {
+	if strings.ContainsAny(toComplete, "/.:") {
+		return nil, files
+	}
+	names := a.sandboxNames(cmd, nil, nil)
+	if strings.Contains(toComplete, "@") {
+		names, _ = a.completeStates(cmd, nil, toComplete)
+	}
+	for i, n := range names {
+		name, _, _ := strings.Cut(n, "\t")
+		names[i] = name + ":"
+	}
+	return names, cobra.ShellCompDirectiveNoSpace
+}
+
 // An end is one side of a copy.
 type end struct {
-	sandbox string // empty: the host
+	sandbox string // or SANDBOX@CHECKPOINT; empty: the host
 	path    string // "-": a tar stream
 }
 
@@ -101,10 +115,14 @@ func checkEnds(a *app, src, dst end) error {
 		return usageErrorf("one of SRC and DST must be SANDBOX:PATH")
 	case src.path == "" || dst.path == "":
 		return usageErrorf("the path is empty")
+	case strings.Contains(dst.sandbox, "@"):
+		return usageErrorf("a checkpoint cannot be changed: DST must be a sandbox or a path on the host")
 	case dst.stream() && isTerminal(a.stdout):
 		return usageErrorf("stdout is a terminal: send the tar stream to a file or a pipe")
 	case src.stream() && isTerminal(a.stdin):
 		return usageErrorf("stdin is a terminal: pipe a tar stream in")
+	case src.sandbox != "":
+		return checkState(src.sandbox)
 	}
 	return nil
 }
@@ -112,6 +130,13 @@ func checkEnds(a *app, src, dst end) error {
 func runCp(
 	ctx context.Context, opts cpOptions, src, dst end, svc runtime.Service, stdin io.Reader, stdout, stderr io.Writer,
 ) error {
+	if strings.Contains(src.sandbox, "@") {
+		err := copyOut(ctx, opts, src.sandbox, rooted(src.path), dst.path, svc, stdout, stderr)
+		if own, ok := err.(*runtime.Error); ok && own.ID == src.sandbox {
+			err = reword(own, "cp", src.sandbox)
+		}
+		return err
+	}
 	// Asked first, so that a missing sandbox is not taken for a missing path.
 	sb, err := svc.Sandbox(ctx, src.sandbox+dst.sandbox)
 	if err != nil {

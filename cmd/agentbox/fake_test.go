@@ -41,6 +41,7 @@ type fakeService struct {
 	since       time.Time // of Events
 	diffReq     runtime.DiffRequest
 	diff        runtime.Diff
+	listed      []runtime.FileEntry
 	history     []runtime.HistoryEntry
 	stopTimeout time.Duration
 	stdin       []byte
@@ -457,6 +458,18 @@ func (f *fakeService) Stat(_ context.Context, ref, p string) (runtime.PathStat, 
 		return runtime.PathStat{Name: "l", Link: "/d"}, nil
 	}
 	return runtime.PathStat{}, fmt.Errorf("%s: %w", p, runtime.ErrNotFound)
+}
+
+func (f *fakeService) List(
+	_ context.Context, ref, p string, opts runtime.ListOptions, fn func(runtime.FileEntry) error,
+) error {
+	err := f.call("List", ref, p, opts.Recursive, opts.Name, opts.Type)
+	for _, e := range f.listed {
+		if err == nil {
+			err = fn(e)
+		}
+	}
+	return err
 }
 
 func (f *fakeService) CopyFrom(_ context.Context, ref, p string, w io.Writer) error {

@@ -34,7 +34,7 @@ func newPsCommand(a *app) *cobra.Command {
 	var opts psOptions
 	cmd := &cobra.Command{
 		Use:     "ps [flags]",
-		Aliases: []string{"ls", "list"},
+		Aliases: []string{"list"},
 		Short:   "List sandboxes",
 		Long: `Ps lists running and paused sandboxes and those being checkpointed or restored,
 newest first, or all of them with --all.

@@ -107,7 +107,7 @@ func TestEngine(t *testing.T) {
 // throughService are the scripts that the service runs, too: every kind of stream
 // and of error.
 var throughService = []string{
-	"attach", "audit", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "refs",
+	"attach", "audit", "browse", "cp", "errors", "exec", "foreign", "lifecycle", "logs", "portable", "refs",
 	"signals",
 }
 

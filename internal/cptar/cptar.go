@@ -88,9 +88,9 @@ func StatPath(root, p string) (Stat, error) {
 	return st, nil
 }
 
-// sandboxXattr reports whether an attribute goes in and out of a sandbox: those do that its own
+// Xattr reports whether an attribute goes in and out of a sandbox: those do that its own
 // processes could see and set. Overlay's are the mount's business.
-func sandboxXattr(name string) bool {
+func Xattr(name string) bool {
 	switch name {
 	case "security.capability", "system.posix_acl_access", "system.posix_acl_default":
 		return true
@@ -130,7 +130,7 @@ func From(ctx context.Context, root string, ids *idmap.Map, p string, w io.Write
 	leave := func(rel string, magic int64) bool {
 		return tree.Pseudo(magic) || whole && rel == "dev"
 	}
-	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: name, Xattr: sandboxXattr, Leave: leave, IDs: ids})
+	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: name, Xattr: Xattr, Leave: leave, IDs: ids})
 	return partial(rep, found(err))
 }
 
@@ -157,7 +157,7 @@ func to(ctx context.Context, root string, ids *idmap.Map, p string, r io.Reader)
 	defer dir.Close()
 	return partial(tree.Extract(ctx, dir, r, tree.ExtractOptions{
 		Owners: true, Privileged: true, Dirs: true, IDs: ids,
-		Xattr: func(name string) (bool, error) { return sandboxXattr(name), nil },
+		Xattr: func(name string) (bool, error) { return Xattr(name), nil },
 	}))
 }
 
@@ -184,7 +184,7 @@ func TarPath(ctx context.Context, hostPath, rename string, w io.Writer) (Report,
 			rename = "."
 		}
 	}
-	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: rename, Xattr: sandboxXattr})
+	rep, err := tree.Pack(ctx, dir, base, w, tree.PackOptions{Name: rename, Xattr: Xattr})
 	return rep, found(err)
 }
 
@@ -215,17 +215,18 @@ type UntarOptions struct {
 // Untar unpacks the tar stream r, which a sandbox made and may be hostile, into
 // the host's existing directory hostDir. Nothing is written outside of it, nor
 // through a symlink below it, and directories that were there keep their mode.
-// Files belong to the caller and carry no privilege unless Archive says so.
+// Files belong to the caller and carry no privilege unless Archive says so. A file
+// appears when all of it is there, and takes the place of one that was there before.
 func Untar(ctx context.Context, hostDir string, r io.Reader, opts UntarOptions) (Report, error) {
 	dir, err := os.OpenFile(hostDir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return Report{}, found(err)
 	}
 	defer dir.Close()
-	x := tree.ExtractOptions{Rename: opts.Rename}
+	x := tree.ExtractOptions{Rename: opts.Rename, Whole: true}
 	if opts.Archive {
 		x.Owners, x.Privileged = true, true
-		x.Xattr = func(name string) (bool, error) { return sandboxXattr(name), nil }
+		x.Xattr = func(name string) (bool, error) { return Xattr(name), nil }
 	} else {
 		x.Xattr = func(name string) (bool, error) { return strings.HasPrefix(name, "user."), nil }
 	}

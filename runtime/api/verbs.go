@@ -248,6 +248,32 @@ func (c sandboxCalls) Stat(ctx context.Context, sandbox, path string) (runtime.P
 	return st.Decoded(), err
 }
 
+// List lists a path, and what is in it.
+func (c sandboxCalls) List(
+	ctx context.Context, sandbox, path string, opts runtime.ListOptions, fn func(runtime.FileEntry) error,
+) error {
+	q := url.Values{
+		"path": {path}, "recursive": {strconv.FormatBool(opts.Recursive)}, "name": {opts.Name}, "type": {opts.Type},
+	}
+	var own error
+	err := c.follow(ctx, at("sandboxes", sandbox, "files"), q, func(_ string, data []byte) error {
+		var part wire.Files
+		if err := json.Unmarshal(data, &part); err != nil {
+			return err
+		}
+		for _, f := range part.Files {
+			if own = fn(f); own != nil {
+				return own
+			}
+		}
+		return nil
+	})
+	if own != nil {
+		return own
+	}
+	return err
+}
+
 // Checkpoint takes one.
 func (c checkpointCalls) Checkpoint(
 	ctx context.Context, sandbox string, opts runtime.CheckpointOptions,

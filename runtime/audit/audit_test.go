@@ -322,6 +322,7 @@ type reads interface {
 	Sandboxes(ctx context.Context) ([]runtime.Sandbox, error)
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
 	Stat(ctx context.Context, sandbox, path string) (runtime.PathStat, error)
+	List(ctx context.Context, sandbox, path string, opts runtime.ListOptions, fn func(runtime.FileEntry) error) error
 	Checkpoints(ctx context.Context, filter runtime.CheckpointFilter) ([]runtime.Checkpoint, error)
 	CheckpointInfo(ctx context.Context, checkpoint string) (runtime.Checkpoint, error)
 	Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error)

@@ -34,26 +34,13 @@ func (v checkpointVerbs) Diff(ctx context.Context, req runtime.DiffRequest) (run
 }
 
 func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
-	sb, gone, err := cs.owner(ctx, req.Sandbox)
+	d, host, gone, err := cs.differ(ctx, req.Sandbox)
 	if err != nil {
 		return runtime.Diff{}, err
 	}
-	out := runtime.Diff{Sandbox: sb.ID, SandboxName: sb.Name, Changes: []runtime.Change{}}
-	host, err := cs.host(sb.Backend)
-	if err != nil {
-		return out, err
-	}
-	var c runtime.Container
-	if !gone {
-		c, err = host.Inspect(ctx, sb.ID)
-		if errors.Is(err, runtime.ErrNotFound) {
-			gone = true
-		} else if err != nil {
-			return out, err
-		}
-	}
-	d := differ{e: cs.core, sb: sb, c: c}
 	defer func() { err = errors.Join(err, d.close()) }()
+	sb, c := d.sb, d.c
+	out := runtime.Diff{Sandbox: sb.ID, SandboxName: sb.Name, Changes: []runtime.Change{}}
 	from, err := diffFrom(req, sb, gone)
 	if err != nil {
 		return out, err
@@ -100,6 +87,27 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 		}
 	}
 	return out, nil
+}
+
+// differ finds a sandbox whose recorded states are to be read; gone: it was removed.
+func (cs *checkpoints) differ(ctx context.Context, ref string) (d differ, host Host, gone bool, err error) {
+	sb, gone, err := cs.owner(ctx, ref)
+	if err != nil {
+		return d, host, gone, err
+	}
+	if host, err = cs.host(sb.Backend); err != nil {
+		return d, host, gone, err
+	}
+	var c runtime.Container
+	if !gone {
+		c, err = host.Inspect(ctx, sb.ID)
+		if errors.Is(err, runtime.ErrNotFound) {
+			gone = true
+		} else if err != nil {
+			return d, host, gone, err
+		}
+	}
+	return differ{e: cs.core, sb: sb, c: c}, host, gone, nil
 }
 
 // diffFrom returns what a sandbox is compared with: the checkpoint that the request names, else

@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 
 	"github.com/agentbox/agentbox/internal/cptar"
@@ -31,9 +32,30 @@ func (bx *sandboxes) onRoot(
 
 // CopyFrom writes a path of the sandbox as a tar stream.
 func (v sandboxVerbs) CopyFrom(ctx context.Context, ref, path string, w io.Writer) error {
-	return v.e.verb(ctx, errorsNamed(reads(onSandbox("cp", ref))), func(ctx context.Context) error {
+	return v.e.verb(ctx, errorsNamed(reads(onState("cp", ref))), func(ctx context.Context) error {
+		if recorded, ok := splitState(ref); ok {
+			return fail("cp", ref, v.e.checkpoints.copyFrom(ctx, recorded, path, w))
+		}
 		return v.e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error {
 			return cptar.From(ctx, root, ids, path, w)
+		})
+	})
+}
+
+// List lists a path of the sandbox, and what is in it.
+func (v sandboxVerbs) List(
+	ctx context.Context, ref, path string, opts runtime.ListOptions, fn func(runtime.FileEntry) error,
+) error {
+	return v.e.verb(ctx, errorsNamed(reads(onState("ls", ref))), func(ctx context.Context) error {
+		only, err := filter(opts, fn)
+		if err != nil {
+			return fail("ls", ref, err)
+		}
+		if recorded, ok := splitState(ref); ok {
+			return fail("ls", ref, v.e.checkpoints.list(ctx, recorded, path, opts.Recursive, only))
+		}
+		return v.e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error {
+			return cptar.List(ctx, root, ids, path, opts.Recursive, func(f cptar.Listed) error { return only(entryOf(f)) })
 		})
 	})
 }
@@ -43,6 +65,10 @@ func (v sandboxVerbs) CopyTo(ctx context.Context, ref, path string, r io.Reader)
 	op := onSandbox("cp", ref)
 	op.To, op.ErrorsNamed = path, true
 	return v.e.verb(ctx, op, func(ctx context.Context) error {
+		if _, ok := splitState(ref); ok {
+			return fail("cp", ref, hint(fmt.Errorf("%w: a checkpoint cannot be changed", runtime.ErrInvalid),
+				"Copy into the sandbox, or fork the checkpoint and copy into the fork."))
+		}
 		return v.e.sandboxes.onRoot(ctx, ref, true, func(root string, ids *idmap.Map) error {
 			return cptar.To(ctx, root, ids, path, r)
 		})
@@ -82,8 +108,12 @@ func (bx *sandboxes) files(ctx context.Context, ref string, fn func(*policy.Jail
 
 // Stat describes a path in the sandbox.
 func (v sandboxVerbs) Stat(ctx context.Context, ref, path string) (runtime.PathStat, error) {
-	return verb(ctx, v.e, errorsNamed(reads(onSandbox("stat", ref))),
+	return verb(ctx, v.e, errorsNamed(reads(onState("stat", ref))),
 		func(ctx context.Context) (out runtime.PathStat, err error) {
+			if recorded, ok := splitState(ref); ok {
+				out, err = v.e.checkpoints.stat(ctx, recorded, path)
+				return out, fail("stat", ref, err)
+			}
 			err = v.e.sandboxes.onRoot(ctx, ref, false, func(root string, _ *idmap.Map) error {
 				st, err := cptar.StatPath(root, path)
 				out = runtime.PathStat(st)

@@ -24,6 +24,7 @@ import (
 const (
 	paxXattr    = "SCHILY.xattr."
 	paxXattr64  = "AGENTBOX.xattr64." // attribute names with a "=", in unpadded base64url
+	paxXattrOvl = "AGENTBOX.xattr."   // likewise, as overlay.TarWriter writes them
 	paxSparse   = "GNU.sparse."
 	maxEntries  = 10_000_000
 	maxSparse   = 1 << 40  // bytes of one sparse file: holes cost the archive nothing, and us time
@@ -44,6 +45,9 @@ type ExtractOptions struct {
 	Privileged bool       // setuid, setgid and sticky bits, and devices
 	// existing directories take the archive's mode, owner and time; never the top one, unless Fresh
 	Dirs bool
+	// Whole has a file appear under its name when all of it is there. Until then the name
+	// keeps what it had. It takes space for both.
+	Whole bool
 	// Fresh says that the directory was made for this archive: the last entry
 	// of a name wins, and directories that have no entry of their own get a
 	// fixed mode and time, so that the same archive always gives the same tree.
@@ -346,6 +350,9 @@ func xattrOf(key string) (name string, ok bool, err error) {
 		return name, true, nil
 	}
 	enc, ok := strings.CutPrefix(key, paxXattr64)
+	if !ok {
+		enc, ok = strings.CutPrefix(key, paxXattrOvl)
+	}
 	if !ok {
 		return "", false, nil
 	}

@@ -3,6 +3,7 @@ package tree
 import (
 	"archive/tar"
 	"bytes"
+	"crypto/rand"
 	"fmt"
 	"io"
 	"os"
@@ -29,7 +30,7 @@ func (x *extractor) clear(dir *os.File, base, path string) error {
 			return err
 		}
 		h.Close()
-		return fmt.Errorf("%w: only a directory can replace a directory", fault.ErrExists)
+		return errDirectory()
 	default:
 		return err
 	}
@@ -50,6 +51,20 @@ func (x *extractor) place(dir *os.File, base, path string, make func() error) er
 	return err
 }
 
+// replaceable refuses a name that a directory has.
+func replaceable(dir *os.File, base string) error {
+	h, err := openat(dir, base, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return nil // it is no directory, or not there
+	}
+	h.Close()
+	return errDirectory()
+}
+
+func errDirectory() error {
+	return fmt.Errorf("%w: only a directory can replace a directory", fault.ErrExists)
+}
+
 func (x *extractor) file(dir *os.File, base, path string, hdr *tar.Header, r io.Reader, m meta) (err error) {
 	sparse := hdr.Typeflag == tar.TypeGNUSparse || hdr.PAXRecords[paxSparse+"realsize"] != "" ||
 		hdr.PAXRecords[paxSparse+"size"] != "" || hdr.PAXRecords[paxSparse+"map"] != ""
@@ -62,8 +77,15 @@ func (x *extractor) file(dir *os.File, base, path string, hdr *tar.Header, r io.
 		}
 	}
 	var f *os.File
-	err = x.place(dir, base, path, func() (err error) {
-		f, err = openat(dir, base, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL, 0o600)
+	name := base
+	if x.opts.Whole {
+		name = ".agentbox-" + rand.Text()
+		if err := replaceable(dir, base); err != nil {
+			return err
+		}
+	}
+	err = x.place(dir, name, path, func() (err error) {
+		f, err = openat(dir, name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL, 0o600)
 		return err
 	})
 	if err != nil {
@@ -72,6 +94,15 @@ func (x *extractor) file(dir *os.File, base, path string, hdr *tar.Header, r io.
 	defer func() {
 		if cerr := f.Close(); err == nil {
 			err = cerr
+		}
+		if !x.opts.Whole {
+			return
+		}
+		if err == nil {
+			err = unix.Renameat(int(dir.Fd()), name, int(dir.Fd()), base)
+		}
+		if err != nil {
+			_ = unix.Unlinkat(int(dir.Fd()), name, 0) // the error that counts is known
 		}
 	}()
 	w := &holeWriter{f: f, dense: hdr.Size < 2*hole}

@@ -253,6 +253,38 @@ func (h *Handler) eventsRoute() route {
 		}}
 }
 
+// maxFiles is how many files go into one event.
+const maxFiles = 500
+
+// files are always events: there may be very many.
+func (h *Handler) files() route {
+	return route{method: http.MethodGet, path: "/v1/sandboxes/{sandbox}/files",
+		summary: "List a path, and what is in it", query: []string{"path", "recursive", "name", "type"},
+		event: filesType, serve: func(w http.ResponseWriter, r *http.Request) {
+			q := r.URL.Query()
+			opts := runtime.ListOptions{Recursive: isSet(q, "recursive"), Name: q.Get("name"), Type: q.Get("type")}
+			h.stream(w, r, func(ctx context.Context, e *events) error {
+				var part wire.Files
+				send := func() error {
+					err := e.send(wire.EventFiles, part)
+					part.Files = part.Files[:0]
+					return err
+				}
+				err := h.svc.List(ctx, ref(r), q.Get("path"), opts, func(f runtime.FileEntry) error {
+					if part.Files = append(part.Files, f); len(part.Files) < maxFiles {
+						return nil
+					}
+					return send()
+				})
+				if len(part.Files) > 0 {
+					// What was listed before an error is as true as ever.
+					err = errors.Join(err, send())
+				}
+				return err
+			})
+		}}
+}
+
 // since is the time that a query asks for; zero: none.
 func since(q url.Values) (time.Time, error) {
 	s := q.Get("since")
@@ -283,6 +315,7 @@ func (h *Handler) fileRoutes() []route {
 				st, err := svc.Stat(ctx, r.ref, r.URL.Query().Get("path"))
 				return wire.NewStat(st), err
 			}, "path"),
+		h.files(),
 		h.download("/v1/checkpoints/{checkpoint}/export", "Write a checkpoint as one file", byteStream,
 			func(ctx context.Context, r *request[wire.None], w io.Writer) error {
 				q := r.URL.Query()
@@ -556,4 +589,5 @@ func (h *Handler) imageRoutes() []route {
 var (
 	textType  = reflect.TypeFor[wire.Text]()
 	eventType = reflect.TypeFor[runtime.Event]()
+	filesType = reflect.TypeFor[wire.Files]()
 )

@@ -2,6 +2,8 @@ package wire
 
 import (
 	"unicode/utf8"
+
+	"github.com/agentbox/agentbox/runtime"
 )
 
 // EventStream is the media type of server-sent events.
@@ -15,9 +17,15 @@ const (
 	EventStdout   = "stdout"   // of logs: Text
 	EventStderr   = "stderr"
 	EventEvent    = "event" // of events
+	EventFiles    = "files" // of files: a Files
 	EventEnd      = "end"
 	EventProblem  = "problem"
 )
+
+// Files is a part of a list of files.
+type Files struct {
+	Files []runtime.FileEntry `json:"files"`
+}
 
 // Text is a piece of output.
 type Text struct {

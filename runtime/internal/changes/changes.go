@@ -38,6 +38,13 @@ func nameView(p string) (text, b64 string) {
 	return text, b64
 }
 
+// Entry converts what is at one path.
+func Entry(e *overlay.Entry) runtime.FileEntry {
+	out := runtime.FileEntry{FileState: *fileState(e)}
+	out.Path, out.PathB64 = nameView(e.Path)
+	return out
+}
+
 func fileState(e *overlay.Entry) *runtime.FileState {
 	if e == nil {
 		return nil
