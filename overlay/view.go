@@ -59,6 +59,7 @@ type ViewOptions struct {
 type BoundFile struct {
 	Mode     uint32
 	UID, GID uint32
+	Mtime    Time
 	Data     []byte
 }
 
@@ -328,7 +329,8 @@ func (v *View) merge(path, name string, u *node, low *lowerDir) (n *node, under 
 	}
 	if b, ok := v.opts.Bound["/"+path]; ok && !n.isDir() {
 		n = &node{dir: -1, fd: -1, Entry: Entry{
-			Path: path, Type: TypeFile, Mode: b.Mode & 0o7777, UID: b.UID, GID: b.GID, Size: int64(len(b.Data)),
+			Path: path, Type: TypeFile, Mode: b.Mode & 0o7777, UID: b.UID, GID: b.GID, Mtime: b.Mtime,
+			Size: int64(len(b.Data)),
 		}}
 	}
 	return n, under, nil

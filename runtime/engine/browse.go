@@ -103,7 +103,9 @@ func ofCheckpoint(
 	opts.Tree, opts.Data, opts.Bound = tree(0), r.Source(), map[string]overlay.BoundFile{}
 	m := r.Manifest()
 	for name, f := range m.Managed {
-		opts.Bound[name] = overlay.BoundFile{Mode: f.Mode, UID: f.UID, GID: f.GID, Data: f.Data}
+		// Their own times are not recorded.
+		opts.Bound[name] = overlay.BoundFile{Mode: f.Mode, UID: f.UID, GID: f.GID, Data: f.Data,
+			Mtime: overlay.Time{Sec: row.Created.Unix(), Nsec: int64(row.Created.Nanosecond())}}
 	}
 	if !host.Properties().FilesOnly {
 		opts.Mounts["/proc"] = overlay.ViewMount{Kind: "proc"}
