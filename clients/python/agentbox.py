@@ -492,8 +492,9 @@ class Sandbox:
     def __repr__(self):
         return "Sandbox(%r)" % self.name
 
-    def _at(self, verb=""):
-        return "sandboxes/" + _segment(self.name) + ("/" + verb if verb else "")
+    def _at(self, verb="", checkpoint=""):
+        name = self.name + "@" + checkpoint if checkpoint else self.name
+        return "sandboxes/" + _segment(name) + ("/" + verb if verb else "")
 
     def _verb(self, verb, body=None):
         return self.client.post(self._at(verb), body)
@@ -616,10 +617,31 @@ class Sandbox:
 
     # Files.
 
-    def get(self, path, out=None):
+    # With a checkpoint, which may be "image", they are read as it has them; nothing is restored.
+
+    def files(self, path="/", recursive=False, checkpoint=""):
+        """What is at a path, and what is in that if it is a directory: an iterator of dicts."""
+        query = [("path", path), ("recursive", str(recursive).lower())]
+        conn, response = self.client._send("GET", "/v1/" + self._at("files", checkpoint), query, None,
+                                           {"Accept": "text/event-stream"})
+        try:
+            for name, event in _events(response):
+                if name == "files":
+                    yield from event["files"]
+                elif name == "problem":
+                    raise _error(event)
+                elif name == "end":
+                    return
+            raise self.client._lost("the list was cut short")
+        except (OSError, http.client.HTTPException) as err:
+            raise self.client._lost(err) from err
+        finally:
+            conn.close()
+
+    def get(self, path, out=None, checkpoint=""):
         """A file or directory as a tar archive: bytes, or written to a binary file."""
         # Without trailers a stream that is cut short is no whole chunked message.
-        conn, response = self.client._send("GET", "/v1/" + self._at("archive"), [("path", path)])
+        conn, response = self.client._send("GET", "/v1/" + self._at("archive", checkpoint), [("path", path)])
         into = out or io.BytesIO()
         try:
             while True:
@@ -643,9 +665,9 @@ class Sandbox:
         finally:
             conn.close()
 
-    def read(self, path):
+    def read(self, path, checkpoint=""):
         """The content of one file."""
-        with tarfile.open(fileobj=io.BytesIO(self.get(path))) as archive:
+        with tarfile.open(fileobj=io.BytesIO(self.get(path, checkpoint=checkpoint))) as archive:
             member = archive.next()
             if member and member.isreg():
                 return archive.extractfile(member).read()

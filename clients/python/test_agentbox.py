@@ -141,6 +141,22 @@ class TestService(unittest.TestCase):
             with self.assertRaises(agentbox.Invalid):
                 box.read("/etc")
 
+            before = box.checkpoint("before", files_only=True)
+            box.write("/a b", b"other")
+            box.write("/c", b"new")
+            self.assertEqual(box.read("/a b", checkpoint=before), data)
+            self.assertEqual(box.read("/a b"), b"other")
+            found = {f["path"]: f for f in box.files("/", checkpoint=before)}
+            self.assertEqual((found["/a b"]["size"], found["/a b"]["mode"], found["/a b"]["uid"]), (100000, "0600", 7))
+            self.assertNotIn("/c", found)
+            self.assertIn("/c", [f["path"] for f in box.files()])
+            self.assertIn("/to/etc/passwd", [f["path"] for f in box.files("/to", recursive=True, checkpoint=before)])
+            self.assertNotIn("/a b", [f["path"] for f in box.files(checkpoint="image")])
+            with self.assertRaises(agentbox.NotFound):
+                box.read("/c", checkpoint=before)
+            with self.assertRaises(agentbox.NotFound):
+                list(box.files("/nope", checkpoint=before))
+
     def test_list_and_delete(self):
         with self.client.session() as session:
             state = "while ! grep -qE ':270F [0-9A-F:]+ %s' /proc/net/tcp /proc/net/tcp6; do sleep 0.02; done"

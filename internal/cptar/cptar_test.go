@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/idmap"
 )
 
 func TestMain(m *testing.M) {
@@ -543,6 +544,91 @@ func TestPseudo(t *testing.T) {
 		t.Errorf("%v %d", err, len(content))
 	}
 	if _, _, err := read("/proc/sys/net/ipv4/route/flush"); err == nil || errors.As(err, &part) {
+		t.Error(err)
+	}
+}
+
+// listing is what List finds: paths, with the letter of their type, owner and target.
+func listing(t *testing.T, root, p string, recursive bool) (list []string, err error) {
+	t.Helper()
+	letters := map[uint32]string{unix.S_IFDIR: "d", unix.S_IFREG: "f", unix.S_IFLNK: "l", unix.S_IFSOCK: "s"}
+	err = List(ctx, root, &idmap.Map{Base: 1 << 20, Size: 1 << 16}, p, recursive, func(f Listed) error {
+		s := fmt.Sprintf("%s %s %d", letters[f.Stat.Mode&unix.S_IFMT], f.Path, f.Stat.Uid)
+		if f.Link != "" {
+			s += " -> " + f.Link
+		}
+		list = append(list, s)
+		return nil
+	})
+	return list, err
+}
+
+func TestList(t *testing.T) {
+	root, outside := sandbox(t)
+	ok(t, os.Chown(root+"/work/f", 1<<20+7, 1<<20))
+	ok(t, unix.Mknod(root+"/work/sub/sock", unix.S_IFSOCK|0o600, 0))
+	ok(t, os.Symlink("work", root+"/w"))
+	for _, c := range []struct {
+		p         string
+		recursive bool
+		want      string
+	}{
+		{"/work", false, "d /work 65534, f /work/f 7, l /work/secret 65534 -> " + outside + "/secret, d /work/sub 65534"},
+		{"/w", true, "d /work 65534, f /work/f 7, l /work/secret 65534 -> " + outside + "/secret, d /work/sub 65534, " +
+			"f /work/sub/g 65534, s /work/sub/sock 65534"},
+		{"w/sub/../f", false, "f /work/f 7"},
+		{"/abs", false, "l /abs 65534 -> /etc/passwd"},
+		{"/work/secret", false, "l /work/secret 65534 -> " + outside + "/secret"},
+		{"/../../bin/", false, "d /usr/bin 65534"},
+	} {
+		got, err := listing(t, root, c.p, c.recursive)
+		if err != nil || strings.Join(got, ", ") != c.want {
+			t.Errorf("%s: %q, %v", c.p, got, err)
+		}
+	}
+	for _, p := range []string{"/none", "/out/secret", "/work/f/", ""} {
+		if got, err := listing(t, root, p, true); !errors.Is(err, fault.ErrNotFound) || len(got) > 0 {
+			t.Errorf("%s: %q, %v", p, got, err)
+		}
+	}
+	own := errors.New("own")
+	if err := List(ctx, root, nil, "/", true, func(Listed) error { return own }); err != own {
+		t.Error(err)
+	}
+	ended, cancel := context.WithCancel(ctx)
+	if err := List(ended, root, nil, "/", true, func(Listed) error {
+		cancel()
+		return nil
+	}); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
+
+// A file whose data ends early leaves no part of it, and what was there stays.
+func TestUntarWhole(t *testing.T) {
+	var b bytes.Buffer
+	tw := tar.NewWriter(&b)
+	ok(t, tw.WriteHeader(&tar.Header{Name: "f", Typeflag: tar.TypeReg, Mode: 0o644, Size: 100000}))
+	_, err := tw.Write(make([]byte, 50000))
+	ok(t, err)
+	for _, there := range []bool{true, false} {
+		dir := t.TempDir()
+		if there {
+			ok(t, os.WriteFile(dir+"/f", []byte("old"), 0o600))
+		}
+		if _, err := Untar(ctx, dir, bytes.NewReader(b.Bytes()), UntarOptions{}); !errors.Is(err, fault.ErrInvalid) {
+			t.Error(err)
+		}
+		list, err := os.ReadDir(dir)
+		ok(t, err)
+		data, _ := os.ReadFile(dir + "/f")
+		if there && (len(list) != 1 || string(data) != "old") || !there && len(list) > 0 {
+			t.Errorf("%v, %q", list, data)
+		}
+	}
+	dir := t.TempDir()
+	ok(t, os.Mkdir(dir+"/f", 0o755))
+	if _, err := Untar(ctx, dir, bytes.NewReader(b.Bytes()), UntarOptions{}); !errors.Is(err, fault.ErrExists) {
 		t.Error(err)
 	}
 }

@@ -253,7 +253,7 @@ func (c sandboxCalls) List(
 	ctx context.Context, sandbox, path string, opts runtime.ListOptions, fn func(runtime.FileEntry) error,
 ) error {
 	q := url.Values{
-		"path": {path}, "recursive": {strconv.FormatBool(opts.Recursive)}, "name": {opts.Name}, "type": {opts.Type},
+		"path": {path}, "recursive": {strconv.FormatBool(opts.Recursive)}, "name": {opts.Name}, "file_type": {opts.Type},
 	}
 	var own error
 	err := c.follow(ctx, at("sandboxes", sandbox, "files"), q, func(_ string, data []byte) error {

@@ -259,10 +259,10 @@ const maxFiles = 500
 // files are always events: there may be very many.
 func (h *Handler) files() route {
 	return route{method: http.MethodGet, path: "/v1/sandboxes/{sandbox}/files",
-		summary: "List a path, and what is in it", query: []string{"path", "recursive", "name", "type"},
+		summary: "List a path, and what is in it", query: []string{"path", "recursive", "name", "file_type"},
 		event: filesType, serve: func(w http.ResponseWriter, r *http.Request) {
 			q := r.URL.Query()
-			opts := runtime.ListOptions{Recursive: isSet(q, "recursive"), Name: q.Get("name"), Type: q.Get("type")}
+			opts := runtime.ListOptions{Recursive: isSet(q, "recursive"), Name: q.Get("name"), Type: q.Get("file_type")}
 			h.stream(w, r, func(ctx context.Context, e *events) error {
 				var part wire.Files
 				send := func() error {

@@ -34,6 +34,7 @@ type service struct {
 	checkpoint func(context.Context, string, runtime.CheckpointOptions) (runtime.Checkpoint, error)
 	copyFrom   func(context.Context, io.Writer) error
 	copyTo     func(context.Context, io.Reader) error
+	list       func(string, string, runtime.ListOptions, func(runtime.FileEntry) error) error
 	exec       func(context.Context, runtime.Process, runtime.Streams) (int, error)
 	logs       func(context.Context, io.Writer, io.Writer) error
 	recover    func() (runtime.ReconcileReport, error)
@@ -53,6 +54,11 @@ func (s *service) Checkpoint(ctx context.Context, ref string, o runtime.Checkpoi
 }
 func (s *service) CopyFrom(ctx context.Context, _, _ string, w io.Writer) error {
 	return s.copyFrom(ctx, w)
+}
+func (s *service) List(
+	_ context.Context, ref, path string, o runtime.ListOptions, fn func(runtime.FileEntry) error,
+) error {
+	return s.list(ref, path, o, fn)
 }
 func (s *service) CopyTo(ctx context.Context, _, _ string, r io.Reader) error {
 	return s.copyTo(ctx, r)
@@ -291,6 +297,43 @@ func TestBadRequests(t *testing.T) {
 		if got := say(text); !strings.Contains(got, want) {
 			t.Errorf("%.80q: %q, want %s", text, got, want)
 		}
+	}
+}
+
+// A list arrives in parts, in order; what was found before an error, too.
+func TestFiles(t *testing.T) {
+	svc := &service{}
+	c := client(t, serving(t, svc, Options{}))
+	opts := runtime.ListOptions{Recursive: true, Name: "*.go", Type: "file"}
+	for _, n := range []int{0, 1, maxFiles, 2*maxFiles + 7} {
+		for _, fails := range []error{nil, fault.ErrCorrupt} {
+			svc.list = func(ref, path string, o runtime.ListOptions, fn func(runtime.FileEntry) error) error {
+				if ref != "c@before" || path != "/a b" || o != opts {
+					t.Errorf("%s %s %+v", ref, path, o)
+				}
+				for i := range n {
+					if err := fn(runtime.FileEntry{Path: fmt.Sprint(i), FileState: runtime.FileState{UID: 7}}); err != nil {
+						return err
+					}
+				}
+				return fails
+			}
+			i := 0
+			err := c.List(t.Context(), "c@before", "/a b", opts, func(f runtime.FileEntry) error {
+				if f.Path != fmt.Sprint(i) || f.UID != 7 {
+					t.Errorf("%d: %+v", i, f)
+				}
+				i++
+				return nil
+			})
+			if !errors.Is(err, fails) || i != n {
+				t.Errorf("%d of %d: %v", i, n, err)
+			}
+		}
+	}
+	own := errors.New("own")
+	if err := c.List(t.Context(), "c@before", "/a b", opts, func(runtime.FileEntry) error { return own }); err != own {
+		t.Error(err)
 	}
 }
 
