@@ -123,7 +123,9 @@ func runLs(
 		default:
 			name = strings.TrimPrefix(strings.TrimPrefix(name, top), "/")
 		}
-		mounted.add(f, opts.Recursive)
+		if opts.Recursive {
+			mounted.add(f, n == 1)
+		}
 		switch {
 		case opts.Format == formatJSON:
 			return list.add(f)
@@ -203,10 +205,10 @@ type mountNotes []string
 // maxNotes bounds how many mounts are named.
 const maxNotes = 20
 
-// add notes a mount. Those that every sandbox has count only if they were asked for.
-func (m *mountNotes) add(f runtime.FileEntry, shown bool) {
+// add notes a mount. Those that every sandbox has count only if one was asked for.
+func (m *mountNotes) add(f runtime.FileEntry, asked bool) {
 	usual := f.Mount == "proc" || f.Mount == "sysfs" || f.Mount == "devices"
-	if f.Mount == "" || !shown || usual && len(*m) > 0 || len(*m) == maxNotes {
+	if f.Mount == "" || usual && !asked || len(*m) == maxNotes {
 		return
 	}
 	*m = append(*m, fmt.Sprintf("%s is a mount (%s), whose content is not part of the checkpoint",
@@ -254,7 +256,8 @@ type findOptions struct {
 }
 
 func (o *findOptions) addFlags(fl *pflag.FlagSet) {
-	fl.StringVar(&o.Name, "name", "", "only what has a name like `PATTERN`: * is any text, ? a character, [a-z] one of some")
+	fl.StringVar(&o.Name, "name", "",
+		"only what has a name like `PATTERN`: * is any text, ? a character, [a-z] one of some")
 	o.Type = "any"
 	fl.Var(choice(&o.Type, "any", "f", "d", "l", "p", "s", "b", "c"), "type",
 		"only files (f), directories (d), symlinks (l), FIFOs (p), sockets (s) or devices (b, c)")
@@ -303,10 +306,11 @@ func runFind(
 ) error {
 	out := bufio.NewWriter(stdout)
 	list := runtime.ListOptions{Recursive: true, Name: opts.Name, Type: fileTypes[opts.Type]}
-	mounted := mountNotes{}
+	mounted, n := mountNotes{}, 0
 	err := svc.List(ctx, ref, at, list, func(f runtime.FileEntry) error {
 		name := pathOf(f.Path, f.PathB64)
-		mounted.add(f, true)
+		n++
+		mounted.add(f, n == 1)
 		// Some come whatever the options say.
 		if list.Type != "" && list.Type != f.Type {
 			return nil

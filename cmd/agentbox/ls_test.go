@@ -105,7 +105,8 @@ func TestLs(t *testing.T) {
 func TestFind(t *testing.T) {
 	f := listingOf("/etc")
 	r := try(t, f, "", "find", "run@before", "/etc")
-	if r.code != 0 || !strings.HasPrefix(r.stdout, "/etc\n/etc/a b\n") || !strings.Contains(r.stderr, "/etc/d is a mount") {
+	if r.code != 0 || !strings.HasPrefix(r.stdout, "/etc\n/etc/a b\n") ||
+		!strings.Contains(r.stderr, "/etc/d is a mount") {
 		t.Errorf("%+v", r)
 	}
 	f = listingOf("/etc")

@@ -222,7 +222,7 @@ func TestUsage(t *testing.T) {
 	}{
 		{"--bogus", 2, "unknown flag: --bogus"},
 		{"frobnicate", 2, `unknown command "frobnicate"`},
-		{"pss", 2, "did you mean ps"},
+		{"pss", 2, "did you mean ls or ps"},
 		{"image frob", 2, `unknown command "frob"`},
 		{"ps extra", 2, `takes no argument, but was given "extra"`},
 		{"ps --bogus", 2, "See 'agentbox ps --help'."},

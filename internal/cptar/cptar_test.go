@@ -573,7 +573,8 @@ func TestList(t *testing.T) {
 		recursive bool
 		want      string
 	}{
-		{"/work", false, "d /work 65534, f /work/f 7, l /work/secret 65534 -> " + outside + "/secret, d /work/sub 65534"},
+		{"/work", false,
+			"d /work 65534, f /work/f 7, l /work/secret 65534 -> " + outside + "/secret, d /work/sub 65534"},
 		{"/w", true, "d /work 65534, f /work/f 7, l /work/secret 65534 -> " + outside + "/secret, d /work/sub 65534, " +
 			"f /work/sub/g 65534, s /work/sub/sock 65534"},
 		{"w/sub/../f", false, "f /work/f 7"},

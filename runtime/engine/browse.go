@@ -143,7 +143,9 @@ func (cs *checkpoints) stat(ctx context.Context, ref recordedState, p string) (o
 		if e == nil {
 			return notThere(p)
 		}
-		out = runtime.PathStat{Name: path.Base(p), Mode: uint32(fileMode(e)), Size: e.Size, Dir: e.Type == overlay.TypeDir}
+		out = runtime.PathStat{
+			Name: path.Base(p), Mode: uint32(fileMode(e)), Size: e.Size, Dir: e.Type == overlay.TypeDir,
+		}
 		if e.Type == overlay.TypeSymlink {
 			out.Size = int64(len(e.Link))
 			to, _, err := v.Resolve(p, true)

@@ -114,7 +114,8 @@ func TestBrowse(t *testing.T) {
 		{"box@with", "/one/v", runtime.ListOptions{}, "/one/v"},
 		{"box@with", "/", runtime.ListOptions{Recursive: true},
 			"/ /d /d/f /d/g /d/scratch:tmpfs /d/sock /d/two /d/up /l /odd\xff\n /one /one/v /proc:proc"},
-		{"box@with", "/", runtime.ListOptions{Recursive: true, Name: "[fv]"}, "/ /d/f /d/scratch:tmpfs /one/v /proc:proc"},
+		{"box@with", "/", runtime.ListOptions{Recursive: true, Name: "[fv]"},
+			"/ /d/f /d/scratch:tmpfs /one/v /proc:proc"},
 		{"box@with", "/d", runtime.ListOptions{Type: "symlink"}, "/d /d/scratch:tmpfs /d/up"},
 		{"box@image", "/", runtime.ListOptions{Recursive: true}, "/ /bin"},
 		{"box", "/d", runtime.ListOptions{Name: "f"}, "/d /d/f"},
@@ -174,14 +175,15 @@ func refused(t *testing.T, r *rig) {
 		{"box@plain", "/proc/x", runtime.ErrNotFound, "mount (proc)"},
 		{"box@", "/", runtime.ErrInvalid, "names no checkpoint"},
 		{"box@nope", "/", runtime.ErrNotFound, "nope"},
-		{"nobody@plain", "/", runtime.ErrNotFound, "nobody"},
+		{"absent@plain", "/", runtime.ErrNotFound, "absent"},
 	} {
 		_, serr := r.Stat(ctx, c.ref, c.path)
 		_, lerr := r.listed(t, c.ref, c.path, runtime.ListOptions{})
 		cerr := r.CopyFrom(ctx, c.ref, c.path, io.Discard)
 		for verb, err := range map[string]error{"stat": serr, "ls": lerr, "cp": cerr} {
 			var own *runtime.Error
-			if !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.text) || !errors.As(err, &own) || own.Op != verb {
+			if !errors.Is(err, c.want) || !strings.Contains(err.Error(), c.text) || !errors.As(err, &own) ||
+				own.Op != verb {
 				t.Errorf("%s %s %s: %v", verb, c.ref, c.path, err)
 			}
 		}

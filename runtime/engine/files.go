@@ -55,7 +55,9 @@ func (v sandboxVerbs) List(
 			return fail("ls", ref, v.e.checkpoints.list(ctx, recorded, path, opts.Recursive, only))
 		}
 		return v.e.sandboxes.onRoot(ctx, ref, false, func(root string, ids *idmap.Map) error {
-			return cptar.List(ctx, root, ids, path, opts.Recursive, func(f cptar.Listed) error { return only(entryOf(f)) })
+			return cptar.List(ctx, root, ids, path, opts.Recursive, func(f cptar.Listed) error {
+				return only(entryOf(f))
+			})
 		})
 	})
 }

@@ -312,7 +312,8 @@ func TestFiles(t *testing.T) {
 					t.Errorf("%s %s %+v", ref, path, o)
 				}
 				for i := range n {
-					if err := fn(runtime.FileEntry{Path: fmt.Sprint(i), FileState: runtime.FileState{UID: 7}}); err != nil {
+					f := runtime.FileEntry{Path: fmt.Sprint(i), FileState: runtime.FileState{UID: 7}}
+					if err := fn(f); err != nil {
 						return err
 					}
 				}
