@@ -142,6 +142,10 @@ func TestWorkspace(t *testing.T) {
 	equal(b, "what it sees after one more", b.inside("s"), one)
 	equal(b, "the changed directory", onHost(t, dir), had)
 	b.ok("verify", "s@one")
+	equal(b, "a file of the directory in the checkpoint", b.ok("cat", "s@one:/work/README.too"), "read me")
+	equal(b, "a changed file in the checkpoint", b.ok("cat", "s@one:/work/src/main.c"), "int main() { return 0; }\nmore")
+	equal(b, "the workspace in the checkpoint", b.ok("find", "s@one", "/work/src"),
+		"/work/src\n/work/src/deep\n/work/src/deep/other\n/work/src/main.c")
 
 	b.own("f")
 	b.ok("fork", "--name", "f", "s@one")

@@ -16,6 +16,7 @@ import (
 	"github.com/agentbox/agentbox/internal/cptar"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/internal/changes"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -116,17 +117,34 @@ func ofCheckpoint(
 		opts.Mounts[runtime.SecretsDir] = overlay.ViewMount{Kind: "secrets"}
 	}
 	for _, mount := range s.Mounts {
-		files := (*overlay.View)(nil)
-		i := slices.IndexFunc(m.Volumes, func(v store.Volume) bool { return v.Name == mount.Source })
-		if mount.Type == "volume" && i >= 0 {
-			files, err = overlay.NewView(ctx, overlay.ViewOptions{Tree: tree(1 + i), Data: r.Source()})
+		name, files := path.Clean(mount.Target), (*overlay.View)(nil)
+		i := slices.IndexFunc(m.Volumes, func(v store.Volume) bool {
+			return mount.Type == "volume" && v.Name == mount.Source ||
+				mount.Type == runtime.MountWorkspace && v.Workspace() && v.Name == name
+		})
+		if i >= 0 {
+			read := tree(1 + i)
+			if below := m.Below(1 + i); below > 0 {
+				read = wholeWorkspace(ctx, r, 1+i, below)
+			}
+			files, err = overlay.NewView(ctx, overlay.ViewOptions{Tree: read, Data: r.Source()})
 			if err != nil {
-				return fmt.Errorf("volume %s: %w", mount.Source, err)
+				return fmt.Errorf("%s %s: %w", mount.Type, m.Volumes[i].Name, err)
 			}
 		}
-		opts.Mounts[path.Clean(mount.Target)] = overlay.ViewMount{Kind: mount.Type, Files: files}
+		opts.Mounts[name] = overlay.ViewMount{Kind: mount.Type, Files: files}
 	}
 	return nil
+}
+
+// wholeWorkspace reads all that a workspace showed as one tree: what its upperdir would be over a
+// directory that has nothing.
+func wholeWorkspace(ctx context.Context, r *store.Reader, tree, below int) func() (io.ReadCloser, error) {
+	empty := func(yield func(overlay.Entry, error) bool) {
+		yield(overlay.Entry{Path: ".", Type: overlay.TypeDir}, nil)
+	}
+	to := worktree.Target{Reader: r, Moved: map[int]worktree.Moved{tree: {Below: below, Now: empty}}}
+	return func() (io.ReadCloser, error) { return to.Tree(ctx, tree) }
 }
 
 // ofKernel reports whether a mount of a View has nothing that a copy of a sandbox would have,
