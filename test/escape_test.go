@@ -417,10 +417,17 @@ func TestEscapeDisk(t *testing.T) {
 		}
 	})
 	// As on a host, what is not to last is elsewhere.
-	if err := errors.Join(os.Mkdir(root+"/r", 0o700), os.Symlink(run, root+"/r/run")); err != nil {
+	transient := root + "/r/run"
+	if err := errors.Join(os.MkdirAll(transient, 0o700), unix.Mount(run, transient, "", unix.MS_BIND, "")); err != nil {
 		t.Fatal(err)
 	}
 	b := boxAt(t, root+"/r")
+	t.Cleanup(func() { // before the root is looked through
+		b.try(nil, "rm", "-f", "s") // it may be gone
+		if err := unix.Unmount(transient, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
 	b.start("s", "--network", "none", "busybox", "sleep", "1000")
 	if said := b.fails(1, "exec", "s", "dd", "if=/dev/zero", "of=/fill", "bs=1M"); !strings.Contains(said,
 		"No space left on device") {

@@ -23,8 +23,12 @@ type sight struct {
 	log     string // CRIU's
 	criu    int
 	gone    int             // how often in a row there was none, though it has not finished
+	ended   int             // how often in a row it was one that a signal has ended
 	cgroups map[string]bool // of the container, that CRIU was put into
 }
+
+// endsItself is how many looks a runtime has to end whose CRIU has logged why it failed.
+const endsItself = int(killLimit / lookAgain)
 
 // died looks at the runtime's CRIU, and reports whether a signal has ended it.
 func (s *sight) died() bool {
@@ -52,7 +56,14 @@ func (s *sight) died() bool {
 		}
 	}
 	p, err := proc.Read(s.criu)
-	return err == nil && p.State == 'Z' && syscall.WaitStatus(p.Exit).Signaled()
+	if err != nil || p.State != 'Z' || !syscall.WaitStatus(p.Exit).Signaled() {
+		s.ended = 0
+		return false
+	}
+	// A CRIU that fails kills those that it has forked, and they are called the same: the runtime
+	// is about to end by itself.
+	s.ended++
+	return silent(s.log) || s.ended > endsItself
 }
 
 // criuBelow finds the CRIU that a runtime has begun; 0: none.
