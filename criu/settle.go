@@ -38,8 +38,8 @@ const (
 // Settle makes sure that no thread of a frozen container is in an instant that cannot be dumped:
 // it thaws the container for some milliseconds and freezes it again, until none is. So it does,
 // for youngLimit at most, where a process works in a directory that was made a moment ago, or
-// walks a tree. It returns when the last freeze began; zero: nothing had to be waited for. On error the container may be
-// thawed, and a *DumpError says which thread it was.
+// walks a tree. It returns when the last freeze began; zero: nothing had to be waited for. On
+// error the container may be thawed, and a *DumpError says which thread it was.
 func (r Runtime) Settle(ctx context.Context, initPid int) (frozen time.Time, err error) {
 	begun := time.Now()
 	end := begun.Add(settleLimit)
