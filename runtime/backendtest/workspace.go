@@ -119,6 +119,14 @@ func workspaceGone(e *bench) {
 	}
 	_, err := e.b.Start(e.ctx, id, runtime.StartOptions{})
 	e.wantErr("Start without the directory", err, runtime.ErrNotFound)
+	if err := os.Symlink("/etc", dir); err != nil {
+		e.Fatal(err)
+	}
+	_, err = e.b.Start(e.ctx, id, runtime.StartOptions{})
+	e.wantErr("Start with a link in place of the directory", err, runtime.ErrDenied)
+	if err := os.Remove(dir); err != nil {
+		e.Fatal(err)
+	}
 	if err := os.Rename(away, dir); err != nil {
 		e.Fatal(err)
 	}

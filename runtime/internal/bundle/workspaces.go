@@ -101,6 +101,11 @@ func takeAfter(dir, of string) error {
 // MountWorkspaces mounts the workspaces of a sandbox beside its root filesystem.
 func (p Place) MountWorkspaces(s runtime.Spec) error {
 	for _, w := range p.Workspaces(s) {
+		// Its owner may have put a link in its place, to what only root can read.
+		if real, err := filepath.EvalSymlinks(w.Lower[0]); err == nil && real != filepath.Clean(w.Lower[0]) {
+			return &fault.Error{Err: fmt.Errorf("workspace %s: %s leads to %s: %w", w.Path, w.Lower[0], real, fault.ErrDenied),
+				Hint: "Put the directory back where it was, or create a sandbox over the other one."}
+		}
 		if err := w.Mount.Mount(); errors.Is(err, fault.ErrNotFound) {
 			return &fault.Error{Err: fmt.Errorf("workspace %s: %w", w.Path, err),
 				Hint: "Put the directory back where it was: the sandbox has the rest of its files in it."}
