@@ -73,6 +73,19 @@ func Open(root string) (*Store, error) {
 			return nil, fmt.Errorf("open the image store: %w", err)
 		}
 	}
+	return s.opened()
+}
+
+// OpenExisting is Open for a root that may be removed at any moment: nothing in it is made again.
+func OpenExisting(root string) (*Store, error) {
+	root, err := filepath.Abs(root)
+	if err != nil {
+		return nil, err
+	}
+	return (&Store{dir: filepath.Join(root, "images")}).opened()
+}
+
+func (s *Store) opened() (*Store, error) {
 	// A root from elsewhere may have them lead out of it.
 	if err := fsx.NoLinks(s.dir, "", "configs", "records", "layers", "tmp"); err != nil {
 		return nil, &fault.Error{Op: "open the image store", ID: s.dir,

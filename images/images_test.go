@@ -615,3 +615,18 @@ func FuzzImport(f *testing.F) {
 		leftovers(t, s, 0)
 	})
 }
+
+// TestOpenExisting: nothing is made in a root that may be on its way out.
+func TestOpenExisting(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "root")
+	s, err := OpenExisting(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if list, err := s.List(t.Context()); len(list) > 0 {
+		t.Errorf("%v, %v", list, err)
+	}
+	if _, err := os.Lstat(root); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the root: %v", err)
+	}
+}

@@ -32,7 +32,7 @@ func openService(ctx context.Context, g globals) (runtime.Service, error) {
 	}
 	return local.Open(ctx, local.Options{
 		Root: g.Root, Backend: g.Backend, Program: self, By: g.by,
-		NoRecovery: g.reaping || g.supervising, Existing: g.supervising,
+		NoRecovery: g.reaping || g.supervising, Existing: g.reaping || g.supervising,
 		Observers: []runtime.Observer{g.traces.Observer(cmp.Or(g.by, "command"))},
 	})
 }

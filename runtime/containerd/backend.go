@@ -63,6 +63,9 @@ type Options struct {
 	Namespace   string // of new sandboxes; default DefaultNamespace
 	Snapshotter string // of new sandboxes; default DefaultSnapshotter
 
+	// Existing: nothing of a root that is being removed is made again.
+	Existing bool
+
 	// Self is the agentbox binary. It is run as `Self --root Root reap ID` when
 	// a sandbox has exited. Empty: what an exited one still holds is freed by
 	// the next Stop, Start or Remove.
@@ -114,7 +117,7 @@ func Open(opts Options) (*Backend, error) {
 	b.box, err = box.Open(box.Options{
 		Root: opts.Root, Run: opts.Run, Part: "containerd", OCIRuntime: opts.OCIRuntime,
 		Wrapper: opts.Wrapper, Self: b.self,
-		Log: b.log, Drain: drain, Hit: func(point string) error { return failpoint.Hit("containerd." + point) },
+		Log: b.log, Drain: drain, Existing: opts.Existing, Hit: func(point string) error { return failpoint.Hit("containerd." + point) },
 	}, hooks{b})
 	if err != nil {
 		return nil, err

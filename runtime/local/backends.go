@@ -22,7 +22,10 @@ import (
 )
 
 // place is where a backend keeps its state, and the agentbox command that it calls.
-type place struct{ root, run, program string }
+type place struct {
+	root, run, program string
+	existing           bool // nothing lasting is made in a root
+}
 
 // backends are all there are, by the names that --backend and the scheme of
 // BACKEND://REF take.
@@ -52,7 +55,11 @@ func openBackend(name string, p place) (engine.Host, error) {
 }
 
 func openOCI(p place) (engine.Host, error) {
-	img, err := images.Open(p.root)
+	open := images.Open
+	if p.existing {
+		open = images.OpenExisting
+	}
+	img, err := open(p.root)
 	if err != nil {
 		return engine.Host{}, err
 	}
@@ -62,7 +69,7 @@ func openOCI(p place) (engine.Host, error) {
 	} else {
 		img.Default = cfg.Default
 	}
-	backend, err := oci.Open(oci.Options{Root: p.root, Run: p.run, Self: p.program})
+	backend, err := oci.Open(oci.Options{Root: p.root, Run: p.run, Self: p.program, Existing: p.existing})
 	return engine.Host{Backend: backend, Images: withBuiltin{img}}, err
 }
 
@@ -88,7 +95,9 @@ func (s withBuiltin) ResolveDigest(ctx context.Context, digest string) (image.Im
 }
 
 func openContainerd(p place) (engine.Host, error) {
-	backend, err := containerd.Open(containerd.Options{Root: p.root, Run: p.run, Self: p.program})
+	backend, err := containerd.Open(containerd.Options{
+		Root: p.root, Run: p.run, Self: p.program, Existing: p.existing,
+	})
 	if err != nil {
 		return engine.Host{}, err
 	}

@@ -65,7 +65,7 @@ type Options struct {
 // recovered is logged: it does not keep the caller from other sandboxes.
 func Open(ctx context.Context, opts Options) (_ *engine.Engine, err error) {
 	root, run := runtime.Dirs(opts.Root)
-	p := place{root: root, run: run, program: opts.Program}
+	p := place{root: root, run: run, program: opts.Program, existing: opts.Existing}
 	if p.program == "" {
 		if p.program, err = exec.LookPath("agentbox"); err != nil {
 			return nil, &fault.Error{

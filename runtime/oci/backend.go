@@ -45,6 +45,9 @@ type Options struct {
 	Root string // lasting state, e.g. /var/lib/agentbox
 	Run  string // transient state, e.g. /run/agentbox
 
+	// Existing: nothing of a root that is being removed is made again.
+	Existing bool
+
 	// Self is the agentbox binary that conmon runs as `Self --root Root reap ID`
 	// when a container has exited. Empty: what an exited container still holds
 	// is freed by the next Stop, Start or Remove.
@@ -95,7 +98,7 @@ func Open(opts Options) (*Backend, error) {
 	}
 	b.box, err = box.Open(box.Options{
 		Root: opts.Root, Run: opts.Run, OCIRuntime: opts.OCIRuntime, Wrapper: opts.Wrapper, Self: b.self, Log: b.log,
-		Drain: box.Grace, Hit: func(point string) error { return failpoint.Hit("oci." + point) },
+		Drain: box.Grace, Existing: opts.Existing, Hit: func(point string) error { return failpoint.Hit("oci." + point) },
 	}, hooks{b})
 	if err != nil {
 		return nil, err

@@ -114,6 +114,7 @@ type Run struct {
 // Options place a Lifecycle.
 type Options struct {
 	Root, Run, Part           string // see openHome
+	Existing                  bool   // see openHome
 	OCIRuntime, Wrapper, Self string // see runtimes
 	Log                       *slog.Logger
 
@@ -149,7 +150,7 @@ func Open(opts Options, hooks Hooks) (*Lifecycle, error) {
 	if l.OCI, l.Wrapper, err = runtimes(opts.OCIRuntime, opts.Wrapper, opts.Self); err != nil {
 		return nil, err
 	}
-	if l.home, err = openHome(opts.Root, opts.Run, opts.Part); err != nil {
+	if l.home, err = openHome(opts.Root, opts.Run, opts.Part, opts.Existing); err != nil {
 		return nil, err
 	}
 	if l.Cgroups, err = kernel.Hierarchies(); err != nil {
@@ -161,7 +162,7 @@ func Open(opts Options, hooks Hooks) (*Lifecycle, error) {
 
 // OpenNetwork opens the network of a root alone.
 func OpenNetwork(root, run string) (*network.Manager, error) {
-	h, err := openHome(root, run, "")
+	h, err := openHome(root, run, "", false)
 	if err != nil {
 		return nil, err
 	}

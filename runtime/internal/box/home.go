@@ -31,8 +31,9 @@ type home struct {
 	tag        string // of Base, among all on this machine
 }
 
-// openHome makes the directories of the backend whose part of root and run this is.
-func openHome(root, run, part string) (h home, err error) {
+// openHome makes the directories of the backend whose part of root and run this is. With existing
+// it makes no lasting ones: what has been removed of the root since is not made again.
+func openHome(root, run, part string, existing bool) (h home, err error) {
 	if root == "" || run == "" {
 		return h, fmt.Errorf("%w: a backend without root or run directory", fault.ErrInvalid)
 	}
@@ -40,10 +41,11 @@ func openHome(root, run, part string) (h home, err error) {
 		// runc takes it for the end of a namespace's path.
 		return h, fmt.Errorf("%w: run directory %s: its path must not have a comma", fault.ErrInvalid, run)
 	}
-	if h.Base, err = directory(root, filepath.Join(part, "sandboxes")); err != nil {
+	if h.Base, err = directory(root, existing, filepath.Join(part, "sandboxes")); err != nil {
 		return h, err
 	}
-	if h.Stage, err = directory(run, filepath.Join(part, "runc"), "exits"); err != nil {
+	// A boot may have removed these.
+	if h.Stage, err = directory(run, false, filepath.Join(part, "runc"), "exits"); err != nil {
 		return h, err
 	}
 	h.Root, h.Run = filepath.Join(h.Base, part), filepath.Join(h.Stage, part)
@@ -71,10 +73,14 @@ func (h home) OfCgroup(name string) (id string, ok bool) {
 	return id, ok && record.IsID(id)
 }
 
-// directory makes dir with children and returns its real path.
-func directory(dir string, children ...string) (string, error) {
+// directory makes dir with children, unless they have to exist, and returns its real path.
+func directory(dir string, existing bool, children ...string) (string, error) {
 	for _, child := range children {
-		if err := os.MkdirAll(filepath.Join(dir, child), 0o700); err != nil {
+		path := filepath.Join(dir, child)
+		if _, err := os.Stat(path); existing && errors.Is(err, fs.ErrNotExist) {
+			return "", fmt.Errorf("%s: %w", path, fault.ErrNotFound)
+		}
+		if err := os.MkdirAll(path, 0o700); err != nil {
 			return "", err
 		}
 	}

@@ -54,7 +54,7 @@ func TestForgedLinks(t *testing.T) {
 			outside := filepath.Join(dir, "outside")
 			must(t, os.MkdirAll(outside+"/exec", 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600),
 				os.WriteFile(outside+"/exec/kept", []byte("x"), 0o600))
-			h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
+			h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "", false)
 			must(t, err)
 			unlock, _, err := h.claim(ctx, id)
 			must(t, err)
@@ -88,7 +88,7 @@ func TestForgedLinks(t *testing.T) {
 func TestForgedStarts(t *testing.T) {
 	id := strings.Repeat("a", 32)
 	dir := t.TempDir()
-	h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "")
+	h, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"), "", false)
 	must(t, err)
 	must(t, os.Mkdir(h.Dir(id), 0o700), h.makeStart(id, 1))
 	kept := filepath.Join(dir, "kept")
@@ -113,7 +113,7 @@ func TestForgedHome(t *testing.T) {
 			must(t, os.MkdirAll(filepath.Join(dir, name), 0o700), os.Remove(filepath.Join(dir, name)),
 				os.Symlink(t.TempDir(), filepath.Join(dir, name)))
 			if _, err := openHome(filepath.Join(dir, "root"), filepath.Join(dir, "run"),
-				part); !errors.Is(err, fault.ErrDenied) {
+				part, false); !errors.Is(err, fault.ErrDenied) {
 				t.Errorf("%q, %s: %v", part, name, err)
 			}
 		}
@@ -139,5 +139,21 @@ func TestRecordExit(t *testing.T) {
 		if err != nil || !ok || got.Code != c.want || !got.Finished.Equal(at) {
 			t.Errorf("after %d: %+v, %v, %v", c.code, got, ok, err)
 		}
+	}
+}
+
+// TestHomeExisting: what is missing of an existing root is not made again.
+func TestHomeExisting(t *testing.T) {
+	dir := t.TempDir()
+	root, run := filepath.Join(dir, "root"), filepath.Join(dir, "run")
+	if _, err := openHome(root, run, "", true); !errors.Is(err, fault.ErrNotFound) {
+		t.Errorf("without its root: %v", err)
+	}
+	if _, err := os.Lstat(root); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the root: %v", err)
+	}
+	must(t, os.MkdirAll(filepath.Join(root, "sandboxes"), 0o700))
+	if _, err := openHome(root, run, "", true); err != nil {
+		t.Error(err)
 	}
 }
