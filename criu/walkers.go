@@ -21,16 +21,16 @@ const (
 	// walkerFiles bounds the open files that one look for walkers costs: everything is frozen
 	// meanwhile. A process that has more of them walks no tree.
 	walkerFiles, walkerTotal = 64, 1024
-	// A process that ran for less than idleTime in each of the last idleLooks is idle. To be
-	// thawed and frozen again takes it some 50 µs.
+	// A process that ran, or waited for a processor, for less than idleTime in each of the last
+	// idleLooks is idle. To be thawed and frozen again takes it some 50 µs.
 	idleTime  = 100 * time.Microsecond
 	idleLooks = 3
 )
 
 // walkers remembers the processes that seem to walk a tree, from one look to the next.
 type walkers struct {
-	ran  map[int]time.Duration // the CPU time that a process had at the last look
-	idle map[int]int           // how many looks in a row it has hardly run
+	ran  map[int]time.Duration // how long a process had run, or waited to, at the last look
+	idle map[int]int           // how many looks in a row it has hardly
 }
 
 // next returns a process that walks a tree of its root filesystem; nil: none does. Newer
@@ -66,7 +66,7 @@ func (w *walkers) runs(pid int) bool {
 	return w.idle[pid] < idleLooks
 }
 
-// cpuTime returns how long the threads that a process has now have run.
+// cpuTime returns how long the threads that a process has now have run, or waited for a processor.
 func cpuTime(pid int) (sum time.Duration, err error) {
 	tasks, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
 	if err != nil {
@@ -77,12 +77,11 @@ func cpuTime(pid int) (sum time.Duration, err error) {
 		if err != nil {
 			return 0, err
 		}
-		ran, _, _ := strings.Cut(string(data), " ")
-		ns, err := strconv.ParseInt(ran, 10, 64)
-		if err != nil {
+		var ran, waited time.Duration
+		if _, err := fmt.Sscan(string(data), &ran, &waited); err != nil {
 			return 0, err
 		}
-		sum += time.Duration(ns)
+		sum += ran + waited
 	}
 	return sum, nil
 }
