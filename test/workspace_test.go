@@ -190,6 +190,51 @@ func TestWorkspaceDiff(t *testing.T) {
 	equal(b, "now, over a changed directory", strings.TrimSpace(b.ok("diff", "s@then")), "A /work/mine")
 }
 
+// TestWorkspaceBusy takes checkpoints while the owner's programs save files in the directory, as an
+// editor does.
+func TestWorkspaceBusy(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	stop, ended, saved := make(chan struct{}), make(chan error, 1), 0
+	go func() {
+		for {
+			select {
+			case <-stop:
+				ended <- nil
+				return
+			default:
+			}
+			name := filepath.Join(dir, fmt.Sprint(".saving", saved%7))
+			err := os.WriteFile(name, []byte(fmt.Sprint(saved)), 0o600)
+			if err == nil {
+				err = os.Rename(name, filepath.Join(dir, fmt.Sprint("saved", saved%5)))
+			}
+			if saved++; err != nil {
+				ended <- err
+				return
+			}
+		}
+	}()
+	for range 20 {
+		b.checkpoint("--files-only", "s")
+	}
+	close(stop)
+	if err := <-ended; err != nil {
+		t.Fatal(err)
+	}
+	if saved < 100 {
+		t.Errorf("only %d files were saved meanwhile", saved)
+	}
+	b.ok("verify", "--read-data")
+	then := b.inside("s")
+	b.checkpoint("--name", "then", "s")
+	ownerEdits(t, dir)
+	b.ok("restore", "s", "then")
+	equal(b, "what it sees", b.inside("s"), then)
+}
+
 // TestWorkspaceKilled kills restores over a changed directory: afterwards the workspace shows what it
 // showed before or what the checkpoint has, and the directory is what it was.
 func TestWorkspaceKilled(t *testing.T) {

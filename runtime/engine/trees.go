@@ -4,8 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"path/filepath"
 	"strconv"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/overlay"
@@ -40,11 +43,11 @@ func (k *making) readBelow(ctx context.Context, draft *store.Draft) error {
 		var err error
 		for range belowTries {
 			err = t.Capture(ctx, draft.Sink(), overlay.CollectOptions{Base: k.row.ID, Paranoid: k.opts.Paranoid})
-			if !errors.Is(err, runtime.ErrBusy) || ctx.Err() != nil {
+			if !changedMeanwhile(err) || ctx.Err() != nil {
 				break
 			}
 		}
-		if errors.Is(err, runtime.ErrBusy) {
+		if changedMeanwhile(err) {
 			err = hint(err, "Other programs write to the directory without a pause; end them, or try again.")
 		}
 		if err != nil {
@@ -55,7 +58,14 @@ func (k *making) readBelow(ctx context.Context, draft *store.Draft) error {
 }
 
 // belowTries is how often a directory is read that other programs write to meanwhile.
-const belowTries = 5
+const belowTries = 20
+
+// changedMeanwhile reports whether a directory could not be read because something in it was
+// changed, replaced or removed just then.
+func changedMeanwhile(err error) bool {
+	return errors.Is(err, runtime.ErrBusy) || errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESTALE) ||
+		errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
+}
 
 // collect captures the trees of a stopped or frozen sandbox.
 func (k *making) collect(ctx context.Context, draft *store.Draft, opts overlay.CollectOptions) error {
