@@ -186,7 +186,10 @@ func (g Target) Tree(ctx context.Context, tree int) (io.ReadCloser, error) {
 		return g.Reader.Tree(ctx, tree)
 	}
 	r, w := io.Pipe()
-	guard.Go(func() { _ = w.CloseWithError(g.write(ctx, tree, w)) })
+	guard.Go(func() {
+		// A reader waits for it, also after a panic.
+		_ = w.CloseWithError(guard.Do(func() error { return g.write(ctx, tree, w) }))
+	})
 	return r, nil
 }
 
