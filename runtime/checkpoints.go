@@ -329,6 +329,7 @@ const DiffImage = "image"
 type DiffRequest struct {
 	Sandbox string `json:"sandbox"`
 	// a checkpoint, or DiffImage; empty: the head checkpoint, and the image when there is none
+	// and for a sandbox with workspaces
 	From string `json:"from"`
 	To   string `json:"to"` // a checkpoint, or DiffImage; empty: the files as they are now
 
@@ -342,6 +343,9 @@ type DiffRequest struct {
 	// Patch fills in Change.Patch: what changed in the text of files, as
 	// `diff -u` has it. Files over 1 MiB or with a NUL are "Binary files differ".
 	Patch bool `json:"patch"`
+	// Relative is an absolute path of a directory in the sandbox: patches name what lies below
+	// it by its path from there.
+	Relative string `json:"relative,omitempty"`
 }
 
 // Kinds of DiffState.

@@ -78,6 +78,16 @@ type Mount struct {
 	Options  string `json:"options,omitempty"` // tmpfs: e.g. "size=64m,mode=1777"
 }
 
+// Workspaces returns the mounts of s that are workspaces.
+func (s Spec) Workspaces() (list []Mount) {
+	for _, m := range s.Mounts {
+		if m.Type == MountWorkspace {
+			list = append(list, m)
+		}
+	}
+	return list
+}
+
 // SecretsDir is where a sandbox finds its secrets, one file each.
 const SecretsDir = "/run/secrets"
 

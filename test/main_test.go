@@ -99,6 +99,7 @@ type box struct {
 	root   string
 	shared bool
 	env    []string // added to every command's environment
+	dir    string   // where its commands run; empty: here
 	bin    string   // where its binaries are; empty: those of all tests
 
 	serveArgs []string             // flags of its service
@@ -262,6 +263,7 @@ func (b *box) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, filepath.Join(cmp.Or(b.bin, bin), "agentbox"),
 		append([]string{"--root", b.root}, args...)...)
 	cmd.Env = append(os.Environ(), b.env...)
+	cmd.Dir = b.dir
 	return cmd
 }
 

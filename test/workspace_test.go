@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -169,8 +170,9 @@ func TestWorkspaceDiff(t *testing.T) {
 	b.checkpoint("--name", "base", "s")
 	b.sh("s", "cd /work; echo more >> src/main.c; rm README; echo new > new; mv build/out moved; echo root > /root-file")
 	const want = "D /work/README\nR /work/build/out -> /work/moved\nA /work/new\nM /work/src/main.c"
-	equal(b, "diff", strings.TrimSpace(b.ok("diff", "s")), "A /root-file\n"+want)
-	patch := b.ok("diff", "--patch", "s")
+	equal(b, "diff", strings.TrimSpace(b.ok("diff", "s")), strings.ReplaceAll(want, "/work/", ""))
+	equal(b, "diff of all", strings.TrimSpace(b.ok("diff", "--all", "s@base")), "A /root-file\n"+want)
+	patch := b.ok("diff", "--patch", "s", "--", "/work")
 	for _, part := range []string{
 		"--- a/work/README\n+++ /dev/null\n@@ -1 +0,0 @@\n-read me\n",
 		"+++ b/work/src/main.c\n@@ -1 +1,2 @@\n int main() { return 0; }\n+more",
@@ -185,9 +187,63 @@ func TestWorkspaceDiff(t *testing.T) {
 	b.checkpoint("--name", "then", "s")
 	put(t, dir, "mine", "the owner's\n")
 	put(t, dir, "src/main.c", "the owner's\n")
-	equal(b, "between checkpoints, over a changed directory", strings.TrimSpace(b.ok("diff", "s@base", "@then")),
+	equal(b, "between checkpoints, over a changed directory", strings.TrimSpace(b.ok("diff", "-a", "s@base", "@then")),
 		"A /root-file\n"+want)
-	equal(b, "now, over a changed directory", strings.TrimSpace(b.ok("diff", "s@then")), "A /work/mine")
+	equal(b, "now, over a changed directory", strings.TrimSpace(b.ok("diff", "s@then")), "A mine")
+}
+
+// TestWorkspaceHere: in the directory no sandbox has to be named, and a patch fits the directory.
+func TestWorkspaceHere(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	in := func(sub string, args ...string) string {
+		t.Helper()
+		b.dir = filepath.Join(dir, sub)
+		defer func() { b.dir = "" }()
+		r := b.try(nil, args...)
+		if r.code != 0 {
+			t.Fatalf("in %s: %s", sub, r)
+		}
+		return r.out
+	}
+	in("src", "checkpoint", "--name", "base")
+	b.sh("s", "cd /work; echo more >> src/main.c; rm README; echo new > src/new; echo root > /root-file")
+	const want = "D README\nM src/main.c\nA src/new\n"
+	equal(b, "diff", in("", "diff"), want)
+	equal(b, "diff of a file", in("src", "diff", "--", "new", "../build"), "A src/new\n")
+	in("src/deep", "checkpoint", "--name", "then")
+	equal(b, "diff after a checkpoint", in("", "diff"), want)
+	equal(b, "diff from the checkpoint", in("", "diff", "HEAD"), "")
+	copied := t.TempDir()
+	if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
+		t.Fatal(err)
+	}
+	apply := exec.Command("git", "apply", "-")
+	apply.Dir, apply.Stdin = copied, strings.NewReader(in("src", "diff", "--patch"))
+	if out, err := apply.CombinedOutput(); err != nil {
+		t.Fatalf("git apply: %v\n%s", err, out)
+	}
+	for name, text := range map[string]string{"src/main.c": "int main() { return 0; }\nmore", "src/new": "new"} {
+		equal(b, name, b.read(filepath.Join(copied, name)), text)
+	}
+	if _, err := os.Lstat(filepath.Join(copied, "README")); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("README after git apply: %v", err)
+	}
+	in("", "restore", "@base")
+	equal(b, "diff after a restore", in("", "diff"), "")
+	if err := os.Mkdir(filepath.Join(dir, "other"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	b.start("t", "--network", "none", "--workspace", filepath.Join(dir, "other"), "busybox", "sleep", "1000")
+	if list := b.checkpoints("t"); len(list) != 0 {
+		t.Errorf("t has checkpoints already: %v", list)
+	}
+	in("other", "checkpoint", "--name", "inner")
+	if list := b.checkpoints("t"); len(list) != 1 || list[0].Name != "inner" {
+		t.Errorf("a checkpoint in the directory of t: %v", list)
+	}
 }
 
 // TestWorkspaceBusy takes checkpoints while the owner's programs save files in the directory, as an

@@ -23,7 +23,7 @@ func (o *attachCmdOptions) addFlags(fl *pflag.FlagSet) {
 func newAttachCommand(a *app) *cobra.Command {
 	var opts attachCmdOptions
 	cmd := &cobra.Command{
-		Use:   "attach [flags] SANDBOX",
+		Use:   "attach [flags] [SANDBOX]",
 		Short: "Connect to a running sandbox's first process",
 		Long: `Attach connects the caller to the input and output of the command a sandbox was made
 for, and ends with its exit code. With a terminal, Ctrl-P Ctrl-Q detaches and the
@@ -31,11 +31,11 @@ command goes on.`,
 		Example: `  agentbox run -dit --name work busybox
   agentbox attach work`,
 		Annotations:       passes(),
-		Args:              args(1, 1),
+		Args:              args(0, 1),
 		ValidArgsFunction: a.completeOneSandbox(isRunning),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runAttach(cmd.Context(), opts, args[0], svc, a)
+			return a.onSandbox(cmd.Context(), args, func(svc runtime.Service, sandbox string, _ []string) error {
+				return runAttach(cmd.Context(), opts, sandbox, svc, a)
 			})
 		},
 	}

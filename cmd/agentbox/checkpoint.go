@@ -112,9 +112,9 @@ func hostPath(path string) (string, error) {
 // newCheckpointCommand is the verb itself and holds those on checkpoints. The
 // verb has the name create, too, for sandboxes called ls or rm.
 func newCheckpointCommand(a *app) *cobra.Command {
-	cmd := checkpointCommand(a, "checkpoint [flags] SANDBOX")
+	cmd := checkpointCommand(a, "checkpoint [flags] [SANDBOX]")
 	cmd.Aliases = []string{"checkpoints"}
-	create := checkpointCommand(a, "create [flags] SANDBOX")
+	create := checkpointCommand(a, "create [flags] [SANDBOX]")
 	cmd.AddCommand(create, newCheckpointLsCommand(a), newCheckpointInspectCommand(a), newCheckpointRmCommand(a),
 		newCheckpointVerifyCommand(a),
 		newCheckpointPinCommand(a), newCheckpointUnpinCommand(a), newCheckpointTagCommand(a),
@@ -149,15 +149,15 @@ their paths as writable bind mounts.`,
   id=$(agentbox checkpoint c) && agentbox restore c $id
   agentbox checkpoint ls c`,
 		Annotations:       exits(exitUsage, exitNotFound, exitState, exitBusy, exitDenied, exitUnsupported),
-		Args:              args(1, 1),
+		Args:              args(0, 1),
 		ValidArgsFunction: a.completeOneSandbox(nil),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			co, err := opts.parse()
 			if err != nil {
 				return err
 			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runCheckpoint(cmd.Context(), co, opts.Format, args[0], svc, a.stdout, a.stderr)
+			return a.onSandbox(cmd.Context(), args, func(svc runtime.Service, sandbox string, _ []string) error {
+				return runCheckpoint(cmd.Context(), co, opts.Format, sandbox, svc, a.stdout, a.stderr)
 			})
 		},
 	}

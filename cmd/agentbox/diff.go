@@ -2,12 +2,15 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode"
@@ -16,6 +19,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -30,6 +34,8 @@ type diffOptions struct {
 	NoRenames bool
 	Patch     bool
 	Color     string
+	All       bool
+	top       string // a path in the sandbox that the shown ones are relative to; empty: none
 }
 
 func (o *diffOptions) addFlags(fl *pflag.FlagSet) {
@@ -44,6 +50,7 @@ func (o *diffOptions) addFlags(fl *pflag.FlagSet) {
 	o.Color = "auto"
 	fl.Var(choice(&o.Color, "auto", "always", "never"), "color",
 		"colour patches: auto (on a terminal), always or never")
+	fl.BoolVarP(&o.All, "all", "a", false, "in a sandbox with workspaces: the rest of its files, too")
 	fl.BoolVar(&o.NoRenames, "no-renames", false, "show a renamed file as one deleted and one added")
 }
 
@@ -66,7 +73,7 @@ func (o *diffOptions) check() error {
 func newDiffCommand(a *app) *cobra.Command {
 	var opts diffOptions
 	cmd := &cobra.Command{
-		Use:   "diff [flags] SANDBOX[@A] [[SANDBOX]@B|B] [-- PATH...]",
+		Use:   "diff [flags] [SANDBOX][@A] [[SANDBOX]@B|B] [-- PATH...]",
 		Short: "Show what changed in a sandbox's files",
 		Long: `Diff lists the paths at which a user of the sandbox finds something else in state B than in
 state A, a directory before what is in it:
@@ -81,10 +88,14 @@ A and B are checkpoints of the sandbox, as 'agentbox --help' says, or "image" fo
 it changed any.
 Without A it is the checkpoint that the sandbox was last at, and the image if there is
 none; without B it is what is there now, in a running sandbox as it is found. Directories
-are listed when they came, went, or have another mode, owner or attributes. Workspaces are
-part of the files; for the image, a workspace is its directory as that is now. Volumes and bind
+are listed when they came, went, or have another mode, owner or attributes. Volumes and bind
 mounts are not looked into. With PATHs, absolute ones in the sandbox, only what lies at and
 below them is listed. A path with unusual characters is in quotes.
+
+Of a sandbox with workspaces only these are compared, unless PATHs or --all are given, and without
+A it is with their directories, which is what 'agentbox image' means there: it lists what
+'agentbox apply' would bring. The paths of a single workspace are relative to it. Where SANDBOX
+is left out, PATHs may be relative to the current directory.
 
 With --patch it prints what 'git apply' and 'patch -p1' make the new files of: unified diffs,
 with all permission bits in the mode lines. Files over 1 MiB or with a NUL byte in them only
@@ -105,13 +116,15 @@ changes, and 125 instead of 1 when diff itself fails.`,
   agentbox diff c@HEAD~1 @HEAD
   agentbox diff --stat c@image
   agentbox diff --patch c@before-upgrade | git apply --directory=src
+  agentbox diff --stat -- src               # in the directory of a workspace
+  agentbox diff --patch | git apply
   agentbox diff --stat c -- /work
-  agentbox diff --quiet c || agentbox checkpoint c
+  agentbox diff --all --quiet c@HEAD || agentbox checkpoint c
   agentbox diff docker://web`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
 		Args: func(cmd *cobra.Command, list []string) error {
 			states, _ := splitPaths(cmd, list)
-			return args(1, 2)(cmd, states)
+			return args(0, 2)(cmd, states)
 		},
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			switch len(args) {
@@ -132,17 +145,17 @@ changes, and 125 instead of 1 when diff itself fails.`,
 			if err != nil {
 				return err
 			}
-			for _, p := range paths {
-				if !path.IsAbs(p) {
-					return usageErrorf("the path %q is not absolute; it is one in the sandbox", p)
-				}
+			if opts.All && len(paths) > 0 {
+				return usageErrorf("--all and PATH exclude each other")
 			}
-			req.Paths = paths
 			req.Paranoid, req.NoRenames, req.Patch = opts.Paranoid, opts.NoRenames, opts.Patch
 			if opts.Quiet {
 				req.Limit, req.NoRenames = 1, true
 			}
 			err = a.service(cmd.Context(), func(svc runtime.Service) error {
+				if err := opts.limit(cmd.Context(), &req, paths, svc); err != nil {
+					return err
+				}
 				return runDiff(cmd.Context(), opts, req, svc, a.stdout, a.stderr)
 			})
 			if (opts.ExitCode || opts.Quiet) && err != nil && cmd.Context().Err() == nil &&
@@ -175,10 +188,70 @@ func splitState(arg string) (sandbox, state string) {
 	return arg, ""
 }
 
+// limit sets what req is about: the sandbox, if it is left out, and the paths.
+func (o *diffOptions) limit(
+	ctx context.Context, req *runtime.DiffRequest, paths []string, svc runtime.Service,
+) error {
+	var sb runtime.Sandbox
+	var p place
+	var err error
+	elided := req.Sandbox == ""
+	if elided {
+		if p, err = here(ctx, svc); err != nil {
+			return err
+		}
+		sb, req.Sandbox = p.sandbox, p.sandbox.Name
+	} else if len(paths) == 0 && !o.All {
+		sb, err = svc.Sandbox(ctx, req.Sandbox)
+		if errors.Is(err, runtime.ErrNotFound) {
+			return nil // removed, perhaps; or it is an error of Diff, too
+		}
+		if err != nil {
+			return err
+		}
+	}
+	for _, name := range paths {
+		if elided {
+			name = p.in(name)
+		} else if !path.IsAbs(name) {
+			return usageErrorf("the path %q is not absolute; it is one in the sandbox", name)
+		}
+		req.Paths = append(req.Paths, name)
+	}
+	workspaces := sb.Spec.Workspaces()
+	if o.All {
+		return nil
+	}
+	if len(paths) == 0 {
+		for _, m := range workspaces {
+			req.Paths = append(req.Paths, path.Clean(m.Target))
+		}
+	}
+	if len(workspaces) == 1 {
+		top := path.Clean(workspaces[0].Target)
+		if !slices.ContainsFunc(req.Paths, func(name string) bool { return !fsx.Within(top, name) }) {
+			o.top, req.Relative = top, top
+		}
+	}
+	return nil
+}
+
+// shown is a path of a Diff as it is printed.
+func (o *diffOptions) shown(name, b64 string) string {
+	name = pathOf(name, b64)
+	if o.top == "" || !fsx.Within(o.top, name) {
+		return name
+	}
+	return cmp.Or(strings.TrimPrefix(strings.TrimPrefix(name, o.top), "/"), ".")
+}
+
 func diffRequest(args []string) (req runtime.DiffRequest, err error) {
+	if len(args) == 0 {
+		return req, nil
+	}
 	req.Sandbox, req.From = splitState(args[0])
-	if req.Sandbox == "" {
-		return req, usageErrorf("%q names no sandbox; write SANDBOX@CHECKPOINT", args[0])
+	if headPattern().MatchString(args[0]) {
+		req.Sandbox, req.From = "", args[0]
 	}
 	if req.From == "" && strings.HasSuffix(args[0], "@") {
 		return req, usageErrorf("%q names no checkpoint after the @", args[0])
@@ -219,9 +292,9 @@ func runDiff(
 	case opts.Patch:
 		color := opts.Color == "always" || opts.Color == "auto" && isTerminalWriter(stdout) &&
 			os.Getenv("NO_COLOR") == ""
-		printPatches(out, d.Changes, color, color || isTerminalWriter(stdout))
+		printPatches(out, opts, d.Changes, color, color || isTerminalWriter(stdout))
 	case opts.Stat:
-		err = printStat(out, d.Changes)
+		err = printStat(out, opts, d.Changes)
 	default:
 		printChanges(out, opts, d.Changes)
 	}
@@ -249,10 +322,10 @@ func printChanges(out *bufio.Writer, opts diffOptions, changes []runtime.Change)
 		if !opts.NameOnly {
 			out.WriteString(c.Change + " ")
 			if c.Change == "R" {
-				out.WriteString(path(pathOf(c.From, c.FromB64)) + to)
+				out.WriteString(path(opts.shown(c.From, c.FromB64)) + to)
 			}
 		}
-		out.WriteString(path(pathOf(c.Path, c.PathB64)) + end)
+		out.WriteString(path(opts.shown(c.Path, c.PathB64)) + end)
 	}
 }
 
@@ -275,7 +348,7 @@ func quotePath(s string) string {
 	return s
 }
 
-func printStat(out io.Writer, changes []runtime.Change) error {
+func printStat(out io.Writer, opts diffOptions, changes []runtime.Change) error {
 	t := newTable(out, "CHANGE", "PATH", "SIZE", "WHAT")
 	count := map[string]int64{}
 	var more, less int64
@@ -283,9 +356,9 @@ func printStat(out io.Writer, changes []runtime.Change) error {
 		count[c.Change]++
 		was, is := sizeOf(c.Old), sizeOf(c.New)
 		more, less = more+max(0, is-was), less+max(0, was-is)
-		path := quotePath(pathOf(c.Path, c.PathB64))
+		path := quotePath(opts.shown(c.Path, c.PathB64))
 		if c.Change == "R" {
-			path = quotePath(pathOf(c.From, c.FromB64)) + " -> " + path
+			path = quotePath(opts.shown(c.From, c.FromB64)) + " -> " + path
 		}
 		t.row(c.Change, path, sizes(c), statWhat(c))
 	}

@@ -19,7 +19,7 @@ const (
 
 // printPatches writes the patches one after the other. For people's eyes, what
 // is in the files must not drive the terminal; for programs it is as it is.
-func printPatches(out *bufio.Writer, changes []runtime.Change, color, eyes bool) {
+func printPatches(out *bufio.Writer, opts diffOptions, changes []runtime.Change, color, eyes bool) {
 	line := func(paint, s string) {
 		if eyes {
 			s = printable(s)
@@ -31,7 +31,7 @@ func printPatches(out *bufio.Writer, changes []runtime.Change, color, eyes bool)
 	}
 	for _, c := range changes {
 		if c.Patch == "" {
-			line(colorNote, "# "+patchNote(c))
+			line(colorNote, "# "+patchNote(opts, c))
 			continue
 		}
 		inHunk := false
@@ -53,10 +53,11 @@ func printPatches(out *bufio.Writer, changes []runtime.Change, color, eyes bool)
 }
 
 // patchNote describes a change that a patch has no form for.
-func patchNote(c runtime.Change) string {
-	s := c.Change + " " + quotePath(pathOf(c.Path, c.PathB64))
+func patchNote(opts diffOptions, c runtime.Change) string {
+	s := c.Change + " " + quotePath(opts.shown(c.Path, c.PathB64))
 	if c.Change == "R" {
-		s = c.Change + " " + quotePath(pathOf(c.From, c.FromB64)) + " -> " + quotePath(pathOf(c.Path, c.PathB64))
+		s = c.Change + " " + quotePath(opts.shown(c.From, c.FromB64)) + " -> " +
+			quotePath(opts.shown(c.Path, c.PathB64))
 	}
 	what := statWhat(c)
 	if c.Old != nil && c.New != nil && c.Old.Mode != c.New.Mode {

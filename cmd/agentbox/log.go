@@ -34,7 +34,7 @@ func (o *logOptions) addFlags(fl *pflag.FlagSet) {
 func newLogCommand(a *app) *cobra.Command {
 	var opts logOptions
 	cmd := &cobra.Command{
-		Use:   "log [flags] SANDBOX",
+		Use:   "log [flags] [SANDBOX]",
 		Short: "Draw the history of a sandbox's checkpoints",
 		Long: `Log draws the tree of a sandbox's checkpoints, newest first: a checkpoint hangs from the one
 that the sandbox was at when it was taken, so that after a restore a new branch begins. HEAD
@@ -51,14 +51,14 @@ with children (ids), head, parent_deleted and forks (sandbox, sandbox_name) adde
   agentbox log -n 10 --no-trunc c
   agentbox log --format json c | jq -r '.[] | select(.head) | .id'`,
 		Annotations:       exits(exitUsage, exitNotFound, exitDenied),
-		Args:              args(1, 1),
+		Args:              args(0, 1),
 		ValidArgsFunction: a.completeOneSandbox(nil),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if cmd.Flags().Changed("max-count") && opts.MaxCount < 0 {
 				return usageErrorf("--max-count %d: must not be negative", opts.MaxCount)
 			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runLog(cmd.Context(), opts, args[0], svc, a.stdout, a.now())
+			return a.onSandbox(cmd.Context(), args, func(svc runtime.Service, sandbox string, _ []string) error {
+				return runLog(cmd.Context(), opts, sandbox, svc, a.stdout, a.now())
 			})
 		},
 	}

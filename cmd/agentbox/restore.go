@@ -65,7 +65,7 @@ func (o *restoreOptions) addFlags(fl *pflag.FlagSet) {
 func newRestoreCommand(a *app) *cobra.Command {
 	var opts restoreOptions
 	cmd := &cobra.Command{
-		Use:   "restore [flags] SANDBOX [CHECKPOINT]",
+		Use:   "restore [flags] [SANDBOX] [CHECKPOINT]",
 		Short: "Put a sandbox back to a checkpoint",
 		Long: `Restore makes a sandbox's files exactly those of a checkpoint, and lets its processes go on from
 there. Without CHECKPOINT it is HEAD, the one that the sandbox was last at: taken last, or restored
@@ -136,6 +136,7 @@ its host files could not be put back it prints that object, too, and fails.`,
   agentbox restore c 3f2a
   agentbox restore c HEAD~1
   agentbox restore c '@{5m}'
+  agentbox restore HEAD~1                   # in the directory of a workspace
   agentbox restore --trigger tool:apt c
   agentbox restore --dry-run c before-upgrade
   agentbox restore --foreign --mount ./src:/src:ro --publish 127.0.0.1:8080:80 c
@@ -144,7 +145,7 @@ its host files could not be put back it prints that object, too, and fails.`,
   agentbox restore --format json c | jq .down_ns`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
 			exitDenied, exitUnsupported),
-		Args:              args(1, 2),
+		Args:              args(0, 2),
 		ValidArgsFunction: a.completeRestore,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			secrets, err := opts.secrets.parse()
@@ -172,25 +173,17 @@ its host files could not be put back it prints that object, too, and fails.`,
 			if opts.Attached && opts.NoAttach {
 				return usageErrorf("--attached and --no-attached exclude each other")
 			}
-			if len(args) > 1 {
-				if args[1] == "" {
-					return usageErrorf("CHECKPOINT is empty; leave it out for HEAD, the one that it was last at")
-				}
-				if opts.Undo {
-					return usageErrorf("--undo and CHECKPOINT exclude each other")
-				}
-				ro.Checkpoint = args[1]
-			}
-			if opts.DryRun {
-				return a.service(cmd.Context(), func(svc runtime.Service) error {
-					return runRestorePlan(cmd.Context(), ro, opts.Format, args[0], svc, a.stdout)
-				})
-			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				if err := a.admitRestore(cmd.Context(), args[0], &ro, opts.grants, svc); err != nil {
+			return a.onSandbox(cmd.Context(), args, func(svc runtime.Service, sandbox string, rest []string) error {
+				if err := opts.checkpoint(&ro, rest); err != nil {
 					return err
 				}
-				return runRestore(cmd.Context(), ro, opts.Format, args[0], svc, a.stdout, a.stderr)
+				if opts.DryRun {
+					return runRestorePlan(cmd.Context(), ro, opts.Format, sandbox, svc, a.stdout)
+				}
+				if err := a.admitRestore(cmd.Context(), sandbox, &ro, opts.grants, svc); err != nil {
+					return err
+				}
+				return runRestore(cmd.Context(), ro, opts.Format, sandbox, svc, a.stdout, a.stderr)
 			})
 		},
 	}
@@ -198,6 +191,22 @@ its host files could not be put back it prints that object, too, and fails.`,
 	completeFlags(cmd)
 	a.completePolicyFlag(cmd)
 	return cmd
+}
+
+// checkpoint takes the checkpoint from the arguments after SANDBOX.
+func (o *restoreOptions) checkpoint(ro *runtime.RestoreOptions, args []string) error {
+	switch {
+	case len(args) == 0:
+		return nil
+	case len(args) > 1:
+		return usageErrorf("unexpected argument %q", args[1])
+	case args[0] == "":
+		return usageErrorf("CHECKPOINT is empty; leave it out for HEAD, the one that it was last at")
+	case o.Undo:
+		return usageErrorf("--undo and CHECKPOINT exclude each other")
+	}
+	ro.Checkpoint = args[0]
+	return nil
 }
 
 // admitRestore shows what a restore would make of a checkpoint from elsewhere, and has it be of that one.

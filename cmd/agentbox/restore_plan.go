@@ -50,7 +50,7 @@ func printRestorePlan(out io.Writer, p runtime.RestorePlan) error {
 		s += "; it was removed and would be made again"
 	}
 	fmt.Fprintf(out, "%s\n\n", printable(s))
-	if err := printStat(out, p.Changes); err != nil {
+	if err := printStat(out, diffOptions{}, p.Changes); err != nil {
 		return err
 	}
 	if p.Bytes > 0 {

@@ -152,6 +152,8 @@ A CHECKPOINT is named by its id, a unique prefix of it, or by what it is to its 
                   {2026-01-02T15:04:05Z}
 ~N after any of them goes N steps back in the history ('agentbox log'): SANDBOX@HEAD~2, NAME~1;
 ~ is ~1. Beside its SANDBOX a CHECKPOINT needs no SANDBOX@, as in 'agentbox restore c HEAD~2'.
+Where a command's usage has [SANDBOX], it may be left out in a directory that one sandbox has a
+workspace over; a CHECKPOINT is then @NAME, HEAD~2 or @{5m}, as in 'agentbox restore HEAD~2'.
 
 Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once, and
 'agentbox recover' (which every later command also does) puts things in order.`,

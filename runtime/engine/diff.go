@@ -46,10 +46,12 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 		return out, err
 	}
 
-	for _, p := range req.Paths {
+	for _, p := range slices.Concat(req.Paths, []string{cmp.Or(req.Relative, "/")}) {
 		if !path.IsAbs(p) {
 			return out, fmt.Errorf("%w: the path %q is not absolute", runtime.ErrInvalid, p)
 		}
+	}
+	for _, p := range req.Paths {
 		d.only = append(d.only, inTree(path.Clean(p)))
 	}
 	root := area{at: "."}
@@ -76,7 +78,7 @@ func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ run
 		if err != nil {
 			return out, err
 		}
-		n, err := fillPatches(ctx, out.Changes, func(c runtime.Change, newer bool) (io.ReadCloser, error) {
+		n, err := fillPatches(ctx, out.Changes, req.Relative, func(c runtime.Change, newer bool) (io.ReadCloser, error) {
 			return from.open(ctx, c, newer)
 		})
 		if err != nil {
@@ -111,10 +113,14 @@ func (cs *checkpoints) differ(ctx context.Context, ref string) (d differ, host H
 }
 
 // diffFrom returns what a sandbox is compared with: the checkpoint that the request names, else
-// its head, else its image. It refuses a comparison with the state of a sandbox that is gone.
+// its head, else its image. One with workspaces is compared with its image and with their
+// directories: its head moves with every step. It refuses a comparison with the state of a sandbox that is gone.
 func diffFrom(req runtime.DiffRequest, sb store.Sandbox, gone bool) (string, error) {
 	removed := fmt.Errorf("%w: it was removed", runtime.ErrState)
 	from := cmp.Or(req.From, sb.Head)
+	if s, err := spec(sb); req.From == "" && !gone && err == nil && len(s.Workspaces()) > 0 {
+		from = runtime.DiffImage
+	}
 	if from == "" && gone {
 		return "", hint(removed, "Compare two of its checkpoints: agentbox diff "+sb.Name+
 			"@A @B (see agentbox log "+sb.Name+").")
@@ -135,6 +141,9 @@ func (d *differ) changes(ctx context.Context, req runtime.DiffRequest, areas []a
 		limit = maxChanges
 	}
 	for i := range areas {
+		if !d.wantsOf(areas, i) {
+			continue
+		}
 		if err := d.changesIn(ctx, req, areas, i, limit, out); err != nil {
 			return err
 		}
@@ -320,6 +329,15 @@ func (d *differ) wants(name string) bool {
 	return len(d.only) == 0 || slices.ContainsFunc(d.only, func(top string) bool {
 		_, in := area{at: top}.within(name)
 		return in
+	})
+}
+
+// wantsOf reports whether anything in an area may lie in what the Diff is limited to.
+func (d *differ) wantsOf(areas []area, i int) bool {
+	return len(d.only) == 0 || slices.ContainsFunc(d.only, func(top string) bool {
+		at, _ := areaOf(areas, top)
+		_, inside := area{at: top}.within(areas[i].at)
+		return at == i || inside
 	})
 }
 

@@ -32,10 +32,7 @@ func (d *differ) workspaces(ctx context.Context, root area, to string) (list []a
 	if err != nil {
 		return nil, err
 	}
-	for _, m := range s.Mounts {
-		if m.Type != runtime.MountWorkspace {
-			continue
-		}
+	for _, m := range s.Workspaces() {
 		name := path.Clean(m.Target)
 		a := area{at: inTree(name), lower: []string{m.Source}}
 		for i := range a.sides {

@@ -9,11 +9,13 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"path"
 	"slices"
 	"strings"
 
 	udiff "github.com/aymanbagabas/go-udiff"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -30,13 +32,13 @@ type openContent func(c runtime.Change, newer bool) (io.ReadCloser, error)
 
 // fillPatches sets the Patch of the changes in list, from the first, and returns how many:
 // fewer than all if their text exceeds maxPatches.
-func fillPatches(ctx context.Context, list []runtime.Change, open openContent) (int, error) {
+func fillPatches(ctx context.Context, list []runtime.Change, relative string, open openContent) (int, error) {
 	var total int
 	for i, c := range list {
 		if err := ctx.Err(); err != nil {
 			return i, context.Cause(ctx)
 		}
-		text, err := patchText(c, open)
+		text, err := patchText(c, relative, open)
 		if err != nil {
 			return i, err
 		}
@@ -50,13 +52,14 @@ func fillPatches(ctx context.Context, list []runtime.Change, open openContent) (
 
 // patchText returns one change as `git diff` prints it, and as `git apply` and `patch -p1`
 // accept it. It is empty for changes that git cannot express (directories, devices, times,
-// owners, attributes) and for a file that a running sandbox removed during the Diff.
-func patchText(c runtime.Change, open openContent) (string, error) {
+// owners, attributes) and for a file that a running sandbox removed during the Diff. Names below
+// the directory relative, if there is one, begin there.
+func patchText(c runtime.Change, relative string, open openContent) (string, error) {
 	from := c.From
 	if c.Change != string(overlay.Renamed) {
 		from = c.Path
 	}
-	p := patcher{c: c, open: open, old: from, new: c.Path}
+	p := patcher{c: c, open: open, old: below(relative, from), new: below(relative, c.Path)}
 	var err error
 	switch old, new := gitKnows(c.Old), gitKnows(c.New); {
 	case old && new && c.Change != string(overlay.TypeChanged):
@@ -74,6 +77,14 @@ func patchText(c runtime.Change, open openContent) (string, error) {
 		return "", nil
 	}
 	return p.text.String(), err
+}
+
+// below returns the path of a file from dir on if it is below it.
+func below(dir, name string) string {
+	if dir == "" || dir == "/" || !fsx.Within(dir, name) {
+		return name
+	}
+	return strings.TrimPrefix(name, path.Clean(dir))
 }
 
 func gitKnows(f *runtime.FileState) bool {

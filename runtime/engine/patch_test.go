@@ -163,7 +163,7 @@ func patches(t *testing.T, old, new string, moved map[string]string) string {
 		}
 	}
 	slices.SortFunc(list, func(a, b runtime.Change) int { return strings.Compare(a.Path, b.Path) })
-	if n, err := fillPatches(context.Background(), list, opener(old, new)); err != nil || n != len(list) {
+	if n, err := fillPatches(context.Background(), list, "", opener(old, new)); err != nil || n != len(list) {
 		t.Fatal(n, err)
 	}
 	var text strings.Builder
@@ -377,7 +377,7 @@ func TestPatchBinary(t *testing.T) {
 	}
 	text, err := patchText(runtime.Change{
 		Path: "/f", Change: "A", New: &runtime.FileState{Type: "file", Mode: "0600", Size: 3},
-	}, endless)
+	}, "", endless)
 	if want := "diff --git a/f b/f\nnew file mode 100600\nBinary files /dev/null and b/f differ\n"; err != nil ||
 		text != want {
 		t.Errorf("%q, %v", text, err)
@@ -398,18 +398,18 @@ func TestPatchNone(t *testing.T) {
 		{Path: "/f", Change: "M", What: []string{"mtime", "xattrs", "owner"}, Old: file, New: file},
 		{Path: "/f", Change: "M", What: []string{"content"}, Old: file, New: file},
 	} {
-		if text, err := patchText(c, gone); text != "" || err != nil {
+		if text, err := patchText(c, "", gone); text != "" || err != nil {
 			t.Errorf("%+v: %q, %v", c, text, err)
 		}
 	}
 	broken := func(runtime.Change, bool) (io.ReadCloser, error) { return nil, runtime.ErrCorrupt }
 	list := []runtime.Change{{Path: "/f", Change: "A", New: file}}
-	if n, err := fillPatches(context.Background(), list, broken); n != 0 || !errors.Is(err, runtime.ErrCorrupt) {
+	if n, err := fillPatches(context.Background(), list, "", broken); n != 0 || !errors.Is(err, runtime.ErrCorrupt) {
 		t.Error(n, err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := fillPatches(ctx, list, gone); !errors.Is(err, context.Canceled) {
+	if _, err := fillPatches(ctx, list, "", gone); !errors.Is(err, context.Canceled) {
 		t.Error(err)
 	}
 }
@@ -435,7 +435,7 @@ func TestPatchTime(t *testing.T) {
 	}
 	f := &runtime.FileState{Type: "file", Mode: "0644", Size: maxPatchFile}
 	start := time.Now()
-	text2, err := patchText(runtime.Change{Path: "/f", Change: "M", What: []string{"content"}, Old: f, New: f}, open)
+	text2, err := patchText(runtime.Change{Path: "/f", Change: "M", What: []string{"content"}, Old: f, New: f}, "", open)
 	took := time.Since(start)
 	t.Logf("%v, %d bytes", took, len(text2))
 	if err != nil || len(text2) < maxPatchFile || took > 20*time.Second {

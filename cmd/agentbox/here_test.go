@@ -1,0 +1,125 @@
+package main
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// overDir returns a service with a sandbox for each of names, with a workspace over dir.
+func overDir(dir string, names ...string) *fakeService {
+	f := newFake()
+	f.checkpoints = boxes().checkpoints
+	for _, name := range names {
+		sb := runtime.Sandbox{ID: strings.Repeat(name[:1], 32), Name: name, Status: runtime.Running}
+		sb.Spec.Mounts = []runtime.Mount{{Type: runtime.MountWorkspace, Source: dir, Target: "/work"}}
+		f.sandboxes = append(f.sandboxes, sb)
+	}
+	return f
+}
+
+// TestHere: in the directory of a workspace SANDBOX may be left out.
+func TestHere(t *testing.T) {
+	dir, err := filepath.EvalSymlinks(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.MkdirAll(dir+"/src/deep", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(dir+"/src", dir+"/link"); err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []string{"", "/src", "/link/deep"} {
+		t.Chdir(dir + at)
+		for _, c := range []struct{ args, sandbox, checkpoint string }{
+			{"restore", "box", ""},
+			{"restore @before", "box", "@before"},
+			{"restore HEAD~2", "box", "HEAD~2"},
+			{"restore @{5m}", "box", "@{5m}"},
+			{"restore other", "other", ""},
+			{"restore other HEAD~1", "other", "HEAD~1"},
+			{"restore other @x", "other", "@x"},
+		} {
+			f := overDir(dir, "box")
+			f.sandboxes = append(f.sandboxes, runtime.Sandbox{ID: "0123", Name: "other", Status: runtime.Running})
+			r := try(t, f, "", strings.Fields(c.args)...)
+			if r.code != 0 || r.stdout != c.sandbox+"\n" || f.reOpts.Checkpoint != c.checkpoint {
+				t.Errorf("%s in %q: code %d, %q, checkpoint %q: %s", c.args, at, r.code, r.stdout, f.reOpts.Checkpoint, r.stderr)
+			}
+		}
+		for _, verb := range []string{"log", "checkpoint", "attach", "diff"} {
+			f := overDir(dir, "box")
+			f.program = func(context.Context, runtime.Streams, <-chan string) (int, error) { return 0, nil }
+			f.exits[f.sandboxes[0].ID] = make(chan int, 1)
+			if r := try(t, f, "", verb); r.code != 0 {
+				t.Errorf("%s in %q: code %d: %s", verb, at, r.code, r.stderr)
+			}
+			if !slices.ContainsFunc(f.calls, func(call string) bool { return strings.Contains(call, "box") }) {
+				t.Errorf("%s in %q: the service was called: %q", verb, at, f.calls)
+			}
+		}
+	}
+	t.Chdir(dir)
+	try(t, overDir(dir, "b", "a"), "", "restore").want(t, exitUsage, "",
+		"SANDBOX is missing, and 2 sandboxes have a workspace over "+dir+": a, b")
+	try(t, overDir(dir+"/src", "b"), "", "restore").want(t, exitUsage, "",
+		"SANDBOX is missing, and no sandbox has a workspace over "+dir)
+	try(t, overDir(dir, "b"), "", "restore", "").want(t, exitUsage, "", "SANDBOX is empty")
+	inner := overDir(dir+"/src", "inner")
+	inner.sandboxes = append(inner.sandboxes, overDir(dir, "outer").sandboxes...)
+	t.Chdir(dir + "/src/deep")
+	try(t, inner, "", "restore").want(t, 0, "inner\n")
+}
+
+// TestHereDiff: a diff of a sandbox with workspaces is about these.
+func TestHereDiff(t *testing.T) {
+	dir, err := filepath.EvalSymlinks(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(dir+"/src", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Chdir(dir + "/src")
+	for _, c := range []struct {
+		args string
+		want runtime.DiffRequest
+	}{
+		{"diff", runtime.DiffRequest{Sandbox: "box", Paths: []string{"/work"}, Relative: "/work"}},
+		{"diff box", runtime.DiffRequest{Sandbox: "box", Paths: []string{"/work"}, Relative: "/work"}},
+		{"diff HEAD~1 @HEAD", runtime.DiffRequest{Sandbox: "box", From: "HEAD~1", To: "HEAD",
+			Paths: []string{"/work"}, Relative: "/work"}},
+		{"diff @a", runtime.DiffRequest{Sandbox: "box", From: "a", Paths: []string{"/work"}, Relative: "/work"}},
+		{"diff --all", runtime.DiffRequest{Sandbox: "box"}},
+		{"diff -- main.c ../doc", runtime.DiffRequest{Sandbox: "box",
+			Paths: []string{"/work/src/main.c", "/work/doc"}, Relative: "/work"}},
+		{"diff -- ../..", runtime.DiffRequest{Sandbox: "box", Paths: []string{"/"}}},
+		{"diff box -- /work/src", runtime.DiffRequest{Sandbox: "box", Paths: []string{"/work/src"}}},
+	} {
+		f := overDir(dir, "box")
+		if r := try(t, f, "", strings.Fields(c.args)...); r.code != 0 {
+			t.Errorf("%s: code %d: %s", c.args, r.code, r.stderr)
+		}
+		if d := cmp.Diff(c.want, f.diffReq); d != "" {
+			t.Errorf("%s: %s", c.args, d)
+		}
+	}
+	f := overDir(dir, "box")
+	f.diff.Changes = []runtime.Change{
+		{Path: "/work", Change: "M", Type: "dir"},
+		{Path: "/work/b", Change: "R", From: "/work/a", Type: "file"},
+		{Path: "/work/src/x", Change: "A", Type: "file"},
+	}
+	try(t, f, "", "diff").want(t, 0, "M .\nR a -> b\nA src/x\n")
+	try(t, f, "", "diff", "--all").want(t, 0, "M /work\nR /work/a -> /work/b\nA /work/src/x\n")
+	try(t, f, "", "diff", "box", "--", "main.c").want(t, exitUsage, "", "is not absolute")
+	try(t, f, "", "diff", "--all", "--", "x").want(t, exitUsage, "", "exclude each other")
+}
