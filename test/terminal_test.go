@@ -152,6 +152,43 @@ func TestTerminal(t *testing.T) {
 	equal(b, "exit", m.ends(), 6)
 }
 
+// TestTerminalStays: a terminal stays connected over a restore by another command, and what
+// is typed meanwhile reaches the program that goes on.
+func TestTerminalStays(t *testing.T) {
+	t.Parallel()
+	for _, kind := range []string{"engine", "service"} {
+		t.Run(kind, func(t *testing.T) {
+			b := memoryBox(t)
+			if kind == "service" {
+				b.serve()
+			}
+			m := b.terminal("run", "-it", "--rm", "--name", "t", "--network", "none", "busybox", "sh")
+			m.enter("COLOUR=blue; echo colour $COLOUR.\r")
+			m.shows("colour blue.")
+			id := b.checkpoint("--name", "one", "t")
+			x := b.terminal("exec", "-it", "t", "sh")
+			x.enter("echo an ex''ec\r")
+			x.shows("an exec")
+			m.enter("COLOUR=red; echo red > /red; echo now $COLOUR.\r")
+			m.shows("now red.")
+			b.ok("restore", "t", "one")
+			m.shows("t was restored to checkpoint " + id[:12] + " (one)")
+			equal(b, "exit of the exec", x.ends(), 137)
+			x.shows("t was restored to checkpoint " + id[:12] + " (one), which ended this command")
+			m.enter("echo back to $COLOUR.; ls /red\r")
+			m.shows("back to blue.")
+			m.shows("ls: /red: No such file")
+			b.ok("restore", "t", "one")
+			b.eventually("it is back again", func() bool { return strings.Count(m.screen(), "(one)") == 2 })
+			m.enter("echo size: $(stty size)\r")
+			m.shows("size: 30 100")
+			m.enter("exit 9\r")
+			equal(b, "exit", m.ends(), 9)
+			b.eventually("--rm removes it", func() bool { return b.ok("ps", "-a", "-q") == "" })
+		})
+	}
+}
+
 func TestForeground(t *testing.T) {
 	b := newBox(t)
 	r := b.input([]byte("one\ntwo\n"), nil, "run", "-i", "--rm", "--network", "none", "busybox", "sh", "-c",

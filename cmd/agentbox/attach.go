@@ -27,7 +27,8 @@ func newAttachCommand(a *app) *cobra.Command {
 		Short: "Connect to a running sandbox's first process",
 		Long: `Attach connects the caller to the input and output of the command a sandbox was made
 for, and ends with its exit code. With a terminal, Ctrl-P Ctrl-Q detaches and the
-command goes on.`,
+command goes on. When another command restores the sandbox, attach, run -it and start -a stay
+connected, say so, and go on with the restored process.`,
 		Example: `  agentbox run -dit --name work busybox
   agentbox attach work`,
 		Annotations:       passes(),

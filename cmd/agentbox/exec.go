@@ -6,12 +6,16 @@ import (
 	"fmt"
 	"os"
 	"path"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
 	"github.com/agentbox/agentbox/runtime"
 )
+
+// exitKilled is the exit code of a process that SIGKILL has ended.
+const exitKilled = 128 + 9
 
 type execOptions struct {
 	attachOptions
@@ -41,7 +45,7 @@ func newExecCommand(a *app) *cobra.Command {
 		Long: `Exec runs COMMAND in a running sandbox and ends with its exit code.
 
 COMMAND itself is in no checkpoint's processes as long as it runs, with --detach neither;
-what it left in the background is.`,
+what it left in the background is. A restore ends COMMAND, and exec says so.`,
 		Example: `  agentbox exec c ls -l /
   agentbox exec c sh -c 'agent >/agent.log 2>&1 &'    # to be restored with the sandbox
   agentbox exec -it c sh
@@ -88,6 +92,7 @@ func runExec(ctx context.Context, sandbox string, p runtime.Process, svc runtime
 		return err
 	}
 	var code int
+	since := time.Now()
 	err := sess.run(ctx, func(streams runtime.Streams) (err error) {
 		code, err = svc.Exec(ctx, sandbox, p, streams)
 		return err
@@ -98,6 +103,13 @@ func runExec(ctx context.Context, sandbox string, p runtime.Process, svc runtime
 		return nil
 	case err != nil:
 		return err
+	case code == exitKilled:
+		// Not an error: it was killed, by that or by something else.
+		if sb, err := svc.Sandbox(ctx, sandbox); err == nil {
+			if sb, found, err := whyEnded(ctx, svc, sb.ID, since); err == nil && found == restored {
+				fmt.Fprintln(sess.app.stderr, printable(restoredText(ctx, svc, sb)+", which ended this command"))
+			}
+		}
 	}
 	return status(code)
 }

@@ -2,13 +2,10 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"io"
 	"os"
 	"os/signal"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -123,59 +120,6 @@ func (s *session) forward(ctx context.Context, svc runtime.Service, id string, r
 	})
 }
 
-// An outcome says how far follow got.
-type outcome struct{ started, detached bool }
-
-// follow connects the caller to a sandbox's first process until it exits, and
-// ends with its exit code, or with nil when the user detached. Errors are told
-// as the verb's.
-func (s *session) follow(
-	ctx context.Context, svc runtime.Service, verb string, sb runtime.Sandbox,
-	connect func(runtime.Streams) (wait func() error, err error),
-) (outcome, error) {
-	var started atomic.Bool
-	ready := make(chan struct{})
-	exited := make(chan func() (int, error), 1)
-	err := s.run(ctx, func(streams runtime.Streams) error {
-		// Its output can reach the caller, and the caller answer with a
-		// signal, before connect has returned.
-		defer s.forward(ctx, svc, sb.ID, ready)()
-		wait, err := connect(streams)
-		if err != nil {
-			return err
-		}
-		started.Store(true)
-		close(ready)
-		// Wait now, not after the output has ended: with --rm the monitor
-		// removes the sandbox at its exit, and the exit code with it.
-		go func() {
-			code, err := svc.Wait(ctx, sb.ID)
-			exited <- func() (int, error) { return code, err }
-		}()
-		return wait()
-	})
-	o := outcome{started.Load(), errors.Is(err, runtime.ErrDetached)}
-	switch {
-	case o.detached:
-		fmt.Fprintf(s.app.stderr, "\ndetached from %[1]s, which goes on; back with: agentbox attach %[1]s\n", sb.Name)
-		return o, nil
-	case err != nil && o.started && ctx.Err() != nil:
-		return o, left(ctx, verb, sb.Name)
-	case err != nil:
-		return o, reword(err, verb, sb.Name)
-	}
-	select {
-	case result := <-exited:
-		code, err := result()
-		if err != nil {
-			return o, reword(err, verb, sb.Name)
-		}
-		return o, status(code)
-	case <-ctx.Done():
-		return o, left(ctx, verb, sb.Name)
-	}
-}
-
 // left returns the error of a caller that disconnected from a running sandbox.
 func left(ctx context.Context, verb, name string) error {
 	return &runtime.Error{
@@ -208,27 +152,39 @@ func isTerminalWriter(w io.Writer) bool {
 	return ok && isTerminal(f)
 }
 
+// firstTerminal returns the first of files that is a terminal, or nil.
+func firstTerminal(files ...*os.File) *os.File {
+	for _, f := range files {
+		if isTerminal(f) {
+			return f
+		}
+	}
+	return nil
+}
+
+// terminalSize returns the size of a terminal.
+func terminalSize(tty *os.File) (runtime.Size, bool) {
+	w, h, err := term.GetSize(int(tty.Fd()))
+	if err != nil || w <= 0 || h <= 0 {
+		return runtime.Size{}, false
+	}
+	return runtime.Size{Width: uint16(w), Height: uint16(h)}, true
+}
+
 // followSize sends the size of the first of files that is a terminal, at once
 // and after each change. Only the newest size waits in the channel: a slow
 // reader never sees a stale one.
 func followSize(files ...*os.File) (<-chan runtime.Size, func()) {
 	sizes := make(chan runtime.Size, 1)
-	var tty *os.File
-	for _, f := range files {
-		if isTerminal(f) {
-			tty = f
-			break
-		}
-	}
+	tty := firstTerminal(files...)
 	if tty == nil {
 		return sizes, func() {}
 	}
 	send := func() {
-		w, h, err := term.GetSize(int(tty.Fd()))
-		if err != nil || w <= 0 || h <= 0 {
+		size, ok := terminalSize(tty)
+		if !ok {
 			return
 		}
-		size := runtime.Size{Width: uint16(w), Height: uint16(h)}
 		for {
 			select {
 			case sizes <- size:
