@@ -334,12 +334,20 @@ class Client:
         """What sandboxes use: those named, or all that run (docs/observability.md). disk counts their files, too."""
         return self.post("stats", {"sandboxes": list(names), "all": False, "disk": disk})
 
-    def create(self, image, args=None, name="", policy="", labels=None, env=None, network=None, **spec):
+    def create(self, image, args=None, name="", policy="", labels=None, env=None, network=None, workspaces=(),
+               **spec):
         """A new sandbox, not started. spec has further members of Spec (openapi.json), such as
         checkpoint_every: "exec", "10m", or "exec,10m" for both.
 
-        network is "none", "host", "bridge", "filtered", or an object as in Spec; env a dict.
+        network is "none", "host", "bridge", "filtered", or an object as in Spec; env a dict. workspaces
+        are directories of the host, "DIR" or "DIR:PATH", absolute, which the sandbox changes for itself
+        alone (docs/workspace.md).
         """
+        if workspaces:
+            spec["mounts"] = list(spec.get("mounts", ()))
+            for workspace in [workspaces] if isinstance(workspaces, str) else workspaces:
+                source, _, target = workspace.partition(":")
+                spec["mounts"].append({"type": "workspace", "source": source, "target": target or source})
         spec.update({"image": image, "name": name, "labels": dict(labels or {})})
         if args is not None:
             spec["args"] = [args] if isinstance(args, str) else list(args)

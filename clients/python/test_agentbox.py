@@ -55,6 +55,19 @@ class TestService(unittest.TestCase):
             with self.assertRaises(agentbox.NotFound):
                 self.client.stats("nobody")
 
+    def test_workspaces(self):
+        with tempfile.TemporaryDirectory() as project, self.client.session() as session:
+            with open(project + "/file", "w") as f:
+                f.write("the owner's")
+            box = self.run_box(session, workspaces=[project + ":/work"])
+            self.assertEqual(box.read("/work/file"), b"the owner's")
+            box.write("/work/file", b"the agent's")
+            box.write("/work/new", b"new")
+            self.assertEqual(box.read("/work/file"), b"the agent's")
+            self.assertEqual(os.listdir(project), ["file"])
+            with open(project + "/file") as f:
+                self.assertEqual(f.read(), "the owner's")
+
     def test_three_phases(self):
         self.assertTrue(self.client.ready(), self.client.ready())
         with self.client.session() as session:

@@ -44,6 +44,7 @@ type groupRunOptions struct {
 	Score     string
 	KeepFor   string
 	FilesOnly bool
+	Mounts    createOptions // of which a flag sets the workspaces
 	Secrets   secretOptions
 	OutputDir string
 	Format    string
@@ -62,6 +63,8 @@ func (o *groupRunOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.KeepFor, "keep-for", "", "keep those that passed for `DURATION`, e.g. 30m")
 	fl.BoolVar(&o.FilesOnly, "files-only", false,
 		"with --from: leave the processes out; the sandbox's command starts afresh")
+	fl.Var(list(&o.Mounts.Workspaces), "workspace",
+		"with --image: show each the host directory `DIR[:PATH][:ro]`, which it changes for itself alone")
 	o.Secrets.addFlags(fl)
 	fl.StringVar(&o.OutputDir, "output-dir", "", "write what members print to `DIR`/MEMBER.out and MEMBER.err instead")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
@@ -136,6 +139,8 @@ func (o *groupRunOptions) check() (keep time.Duration, err error) {
 		return 0, usageErrorf("say what members are made of: --from CHECKPOINT or --image IMAGE")
 	case o.Image != "" && o.FilesOnly:
 		return 0, usageErrorf("--files-only needs --from: what is made of an image has no processes")
+	case o.From != "" && len(o.Mounts.Workspaces) > 0:
+		return 0, usageErrorf("--workspace needs --image: a fork has the workspaces of its checkpoint")
 	case o.Count < 1 || o.Count > group.MaxMembers:
 		return 0, usageErrorf("--count %d: must be from 1 to %d", o.Count, group.MaxMembers)
 	case o.Parallel < 1:
@@ -158,9 +163,13 @@ func (o *groupRunOptions) source(
 	ctx context.Context, secrets []runtime.Secret, svc runtime.Service, to *group.Options,
 ) error {
 	if o.Image != "" {
+		mounts, err := o.Mounts.mounts()
+		if err != nil {
+			return err
+		}
 		to.Create = &runtime.CreateRequest{
 			Entrypoint: []string{}, Spec: runtime.Spec{
-				Image: o.Image, Args: []string{"sleep", "2147483647"}, Init: true, Secrets: secrets,
+				Image: o.Image, Args: []string{"sleep", "2147483647"}, Init: true, Secrets: secrets, Mounts: mounts,
 			},
 		}
 		return nil

@@ -76,6 +76,8 @@ func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
 		"`MODE` of those it makes: none (only lo), bridge, or filtered (out only by --egress); default: the policy's, bridge")
 	fl.Var(list(&o.create.Egress), "egress",
 		"let those it makes out to `RULE` only, as 'agentbox run --egress' takes it")
+	fl.Var(list(&o.create.Workspaces), "workspace",
+		"show those it makes the host directory `DIR[:PATH][:ro]`, which each changes for itself alone")
 	fl.StringVarP(&o.create.Workdir, "workdir", "w", "", "working directory `DIR` in those it makes")
 	fl.StringVarP(&o.create.User, "user", "u", "", "`USER[:GROUP]` in those it makes")
 	fl.VarP(list(&o.create.Env), "env", "e", "set `NAME=VALUE` in those it makes; NAME alone takes the caller's value")
@@ -165,6 +167,7 @@ With --listen it serves HTTP at /mcp, to callers with the token, until it is sto
 		Example: `  agentbox mcp c
   agentbox mcp --checkpoint-every tool --no-restore c
   agentbox mcp --allow-create --image busybox --network none
+  agentbox mcp --allow-create --image debian --workspace .:/work --workdir /work
   agentbox mcp --listen 127.0.0.1:8765 c
   claude mcp add box -- sudo agentbox mcp c`,
 		Annotations:       exits(exitUsage, exitNotFound, exitDenied),
