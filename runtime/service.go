@@ -172,7 +172,8 @@ type Checkpoint struct {
 	Error       string            `json:"error,omitempty"` // why it failed
 	Parent      string            `json:"parent"`          // may be empty
 	Trigger     string            `json:"trigger"`
-	Policy      string            `json:"policy,omitempty"` // the name of the sandbox's
+	Message     string            `json:"message,omitempty"` // what it is, in the words of what asked for it
+	Policy      string            `json:"policy,omitempty"`  // the name of the sandbox's
 	Created     time.Time         `json:"created"`
 	Files       int64             `json:"files"`     // entries in the upperdir
 	Processes   int               `json:"processes"` // 0 for files-only
@@ -183,7 +184,9 @@ type Checkpoint struct {
 	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox was frozen
 	Added       int64             `json:"added"`     // bytes that it added to the store
 	Unchanged   bool              `json:"unchanged"` // it added none
-	Pinned      bool              `json:"pinned"`
+	// Reused: no file had changed since this one, so that Checkpoint with IfChanged took none.
+	Reused bool `json:"reused,omitempty"`
+	Pinned bool `json:"pinned"`
 	// id of the lease that it is removed with, unless it is pinned
 	Lease    string         `json:"lease,omitempty"`
 	Tags     []string       `json:"tags,omitempty"`
@@ -243,9 +246,14 @@ type CheckpointOptions struct {
 	WithVolumes bool              `json:"with_volumes"`
 	Labels      map[string]string `json:"labels"`
 	Trigger     string            `json:"trigger"` // default "manual"
+	Message     string            `json:"message"` // what it is: at most 1000 bytes of text
 	TCP         string            `json:"tcp"`     // default TCPEstablished
 	Timeout     time.Duration     `json:"timeout_ns"`
 	Paranoid    bool              `json:"paranoid"` // read every file again, not only those whose inode has changed
+	// IfChanged takes none if the sandbox has exactly the files of its head, the checkpoint
+	// that it was last at, which is returned with Unchanged and Reused. Not with Name, Stop
+	// or Attach.
+	IfChanged bool `json:"if_changed"`
 	// Lease has the checkpoint removed with a lease. Temporary has it removed with the
 	// sandbox's lease.
 	Lease     string `json:"lease"`

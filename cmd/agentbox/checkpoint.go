@@ -28,6 +28,8 @@ type checkpointOptions struct {
 	TCP         string
 	Timeout     time.Duration
 	Paranoid    bool
+	Message     string
+	IfChanged   bool
 	Lease       string
 	Temporary   bool
 	Attach      []string
@@ -50,6 +52,9 @@ func (o *checkpointOptions) addFlags(fl *pflag.FlagSet) {
 		"`MODE` for established connections: established (they live on), close, or refuse (fail)")
 	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 30s; the sandbox then runs on")
 	fl.BoolVar(&o.Paranoid, "paranoid", false, "read every file again instead of trusting unchanged times")
+	fl.StringVarP(&o.Message, "message", "m", "", "what it is: a `TEXT` that log and inspect show")
+	fl.BoolVar(&o.IfChanged, "if-changed", false,
+		"take none if no file has changed since the checkpoint that the sandbox is at")
 	fl.BoolVar(&o.Temporary, "temporary", false,
 		"remove it when the lease ends that the sandbox belongs to, unless it is pinned")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends, unless it is pinned")
@@ -60,7 +65,10 @@ func (o *checkpointOptions) parse() (runtime.CheckpointOptions, error) {
 	opts := runtime.CheckpointOptions{
 		Name: o.Name, FilesOnly: o.FilesOnly, Stop: o.Stop, Strict: o.Strict, WithVolumes: o.WithVolumes,
 		Trigger: o.Trigger, TCP: o.TCP, Timeout: o.Timeout, Paranoid: o.Paranoid,
-		Lease: o.Lease, Temporary: o.Temporary,
+		Lease: o.Lease, Temporary: o.Temporary, Message: o.Message, IfChanged: o.IfChanged,
+	}
+	if o.IfChanged && (o.Name != "" || o.Stop || len(o.Attach) > 0) {
+		return opts, usageErrorf("--if-changed may take no checkpoint: not with --name, --stop or --attach")
 	}
 	if o.Name != "" {
 		if err := checkName("--name", o.Name); err != nil {
@@ -135,6 +143,9 @@ by then. With --stop it stands still until the checkpoint is safe on disk, and i
 anything fails the sandbox goes on as before and no checkpoint is listed. Only what the store
 does not have yet is added to it; a checkpoint that adds nothing says unchanged.
 
+With --if-changed none is taken when the sandbox has exactly the files of the checkpoint that it is
+at (HEAD), whatever its processes have done: the command says so, and prints the id of that one.
+
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
 mounts are not part of it, and volumes only with --with-volumes.
 
@@ -144,6 +155,7 @@ stands still. A restore puts them back; see 'agentbox restore'. The sandbox's po
 their paths as writable bind mounts.`,
 		Example: `  agentbox checkpoint c
   agentbox checkpoint --name before-upgrade --label turn=12 --trigger tool:apt c
+  agentbox checkpoint -m 'before the database is migrated' --if-changed c
   agentbox checkpoint --stop --timeout 30s c
   agentbox checkpoint --attach infra/terraform.tfstate --attach infra/plan.out c
   id=$(agentbox checkpoint c) && agentbox restore c $id
@@ -188,7 +200,9 @@ func runCheckpoint(
 		return err
 	}
 	warn(stderr, c.Warnings)
-	if isTerminalWriter(stderr) {
+	if c.Reused {
+		fmt.Fprintf(stderr, "no file of %s has changed since checkpoint %s; none taken\n", printable(c.SandboxName), shorten(c.ID, 13))
+	} else if isTerminalWriter(stderr) {
 		fmt.Fprintln(stderr, printable(checkpointSummary(c)))
 	}
 	if format == formatJSON {

@@ -23,7 +23,7 @@ func newCheckpointInspectCommand(a *app) *cobra.Command {
 		Short: "Print all that is known of checkpoints, as JSON",
 		Long: `Inspect prints a JSON array with one object per checkpoint. Its fields only ever grow in
 number: id, name, sandbox, sandbox_name, kind (files, full), status (pending, ready,
-failed), error, parent, trigger, policy, created, files, processes, bytes, digest, image_digest,
+failed), error, parent, trigger, message, policy, created, files, processes, bytes, digest, image_digest,
 labels, frozen_ns, added (bytes it brought to the store), unchanged (it brought none), pinned,
 tags, damaged (what the last verify found), warnings, attached (host files: path, size in bytes,
 absent), foreign (it comes from elsewhere; created is when it came), command (what a foreign one

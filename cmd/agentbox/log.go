@@ -42,7 +42,8 @@ marks the one that the sandbox was last at, PINNED those that prune keeps, DAMAG
 verify found damage in; u marks the undo checkpoints that restores took of what they replaced.
 SIZE is all that a checkpoint needs, ADDED what it brought to the store. PARENT is "(deleted)"
 where that checkpoint is gone; the line then leads to the nearest one before it that is not;
-of a fork it names the origin's checkpoint, and there a line names the fork. A removed sandbox
+of a fork it names the origin's checkpoint, and there a line names the fork. MESSAGE is the first
+line of what 'agentbox checkpoint --message' said, where one has said it. A removed sandbox
 has a history too. With --all, x marks failed checkpoints and o pending ones.
 
 With --format json it prints an array of what 'agentbox checkpoint inspect' prints, each
@@ -103,6 +104,10 @@ func runLog(
 	if opts.All {
 		header = append(header, "STATUS")
 	}
+	messages := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Message != "" })
+	if messages {
+		header = append(header, "MESSAGE")
+	}
 	var drawn bytes.Buffer
 	below := map[int]string{} // a row of the table -> the line below it
 	rows := 0
@@ -146,6 +151,9 @@ func runLog(
 		if opts.All {
 			cells = append(cells, c.Status)
 		}
+		if messages {
+			cells = append(cells, messageText(c.Message))
+		}
 		t.row(cells...)
 		rows++
 		if len(c.Forks) > 0 {
@@ -175,6 +183,19 @@ func runLog(
 		}
 	}
 	return nil
+}
+
+// messageText is what a table shows of a message: its first line, and of that what fits.
+func messageText(s string) string {
+	line, _, more := strings.Cut(strings.TrimSpace(s), "\n")
+	const most = 60
+	if r := []rune(line); len(r) > most {
+		line, more = string(r[:most]), true
+	}
+	if more {
+		line += "…"
+	}
+	return oneLine(line)
 }
 
 func logMark(c runtime.Checkpoint) string {

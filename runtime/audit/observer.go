@@ -51,6 +51,10 @@ func (r *Record) came(l *Log, op *runtime.Op, err error) {
 	case runtime.Sandbox:
 		r.box(out)
 	case runtime.Checkpoint:
+		if out.Reused { // what an earlier record tells of
+			r.Sandbox, r.Name = out.Sandbox, Clip(out.SandboxName)
+			break
+		}
 		r.at(out)
 		if op.Verb == "checkpoint" {
 			for _, f := range out.Attached {

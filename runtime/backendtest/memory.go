@@ -172,12 +172,19 @@ func (m *Memory) Create(ctx context.Context, spec runtime.Spec, lower []string) 
 	return nil
 }
 
-// volumes are those of a spec; they outlive their containers.
+// volumes are those of a spec, which outlive their containers, and its workspaces, which do not;
+// no process sees either of them.
 func (m *Memory) volumes(spec runtime.Spec) (list []runtime.Volume) {
-	for _, mount := range spec.Mounts {
-		if mount.Type == "volume" {
+	for i, mount := range spec.Mounts {
+		switch mount.Type {
+		case "volume":
 			list = append(list, runtime.Volume{
 				Name: mount.Source, Path: filepath.Join(m.root, "volumes", mount.Source, "data"),
+			})
+		case runtime.MountWorkspace:
+			list = append(list, runtime.Volume{
+				Name: mount.Target, Target: mount.Target, Lower: mount.Source,
+				Path: filepath.Join(m.root, "sandboxes", spec.ID, fmt.Sprintf("work-%d", i)),
 			})
 		}
 	}

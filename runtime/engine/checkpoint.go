@@ -56,6 +56,13 @@ func (v checkpointVerbs) Checkpoint(
 
 // checkOptions refuses what does not depend on the sandbox.
 func checkOptions(opts runtime.CheckpointOptions) error {
+	if opts.IfChanged && (opts.Name != "" || opts.Stop || len(opts.Attach) > 0) {
+		return fmt.Errorf("%w: a checkpoint that is taken only if files have changed has no name and no host files, and does not stop the sandbox",
+			runtime.ErrInvalid)
+	}
+	if err := store.ValidMessage(opts.Message); err != nil {
+		return err
+	}
 	if opts.Name != "" {
 		if err := store.ValidCheckpointName(opts.Name); err != nil {
 			return err
@@ -84,19 +91,8 @@ func (cs *checkpoints) takeCheckpoint(
 		verb = opInterval
 	}
 
-	if opts.Trigger != "" && !opts.Automatic {
-		// Refuse before waiting for such a checkpoint to end.
-		sb, err := cs.find(ctx, ref)
-		if err != nil {
-			return runtime.Checkpoint{}, err
-		}
-		s, err := spec(sb)
-		if err == nil {
-			err = ownTrigger(s, opts)
-		}
-		if err != nil {
-			return runtime.Checkpoint{}, err
-		}
+	if err := cs.mayTrigger(ctx, ref, opts); err != nil {
+		return runtime.Checkpoint{}, err
 	}
 	sb, err := cs.acquire(ctx, ref, verb, lockWait)
 	if err != nil {
@@ -120,6 +116,12 @@ func (cs *checkpoints) takeCheckpoint(
 	}
 	if opts.Attach, err = cs.attachable(s, opts.Attach); err != nil {
 		return runtime.Checkpoint{}, err
+	}
+	if opts.IfChanged {
+		head, err := cs.unchanged(ctx, sb, opts)
+		if err != nil || head != nil {
+			return reused(head), err
+		}
 	}
 	h, err := cs.admission.hooksOf("checkpoint", s)
 	if err != nil {
@@ -146,6 +148,22 @@ func (cs *checkpoints) takeCheckpoint(
 	}
 	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterCheckpoint))
 	return out, nil
+}
+
+// mayTrigger refuses a trigger of automatic checkpoints before it waits for such a one to end.
+func (cs *checkpoints) mayTrigger(ctx context.Context, ref string, opts runtime.CheckpointOptions) error {
+	if opts.Trigger == "" || opts.Automatic {
+		return nil
+	}
+	sb, err := cs.find(ctx, ref)
+	if err != nil {
+		return err
+	}
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	return ownTrigger(s, opts)
 }
 
 // checkpointOf makes a checkpoint of a sandbox whose lock is held. aside is the id of a
@@ -234,7 +252,7 @@ func (cs *checkpoints) prepare(
 	}
 	k.row = store.Checkpoint{
 		ID: newID(), Name: opts.Name, SandboxID: sb.ID, SandboxName: sb.Name, Kind: kind,
-		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Created: time.Now(),
+		Parent: sb.Head, Trigger: cmp.Or(opts.Trigger, "manual"), Message: opts.Message, Created: time.Now(),
 		ImageDigest: sb.ImageDigest, Labels: opts.Labels, Spec: sb.Spec,
 	}
 	if k.row.Lease, err = cs.leases.leaseOf(ctx, sb.Sandbox, opts); err != nil {
@@ -751,7 +769,7 @@ func checkpointView(row store.Checkpoint) runtime.Checkpoint {
 	view := runtime.Checkpoint{
 		ID: row.ID, Name: row.Name, Sandbox: row.SandboxID, SandboxName: row.SandboxName, Kind: row.Kind,
 		Status: row.Status, Error: row.Error, Parent: row.Parent, Trigger: row.Trigger,
-		Policy: policyName(row.Spec), Created: row.Created,
+		Message: row.Message, Policy: policyName(row.Spec), Created: row.Created,
 		Files: row.Files, Processes: row.Processes, Bytes: row.Bytes, Digest: row.Digest,
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
 		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags,

@@ -383,7 +383,7 @@ func (t *transfers) incoming(
 ) (store.Checkpoint, error) {
 	row := store.Checkpoint{
 		ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
-		Trigger: m.Trigger, Created: time.Now(),
+		Trigger: m.Trigger, Message: m.Message, Created: time.Now(),
 		ImageDigest: m.ImageDigest, Labels: m.Labels, Spec: m.Spec, Parent: m.Parent, Foreign: true,
 	}
 	row.Labels = maps.Clone(row.Labels)

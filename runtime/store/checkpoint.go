@@ -26,6 +26,7 @@ type Checkpoint struct {
 	Error       string // why it failed
 	Parent      string // the nearest ancestor that still exists; may be empty
 	Trigger     string
+	Message     string    // what it is, in its maker's words; may be empty
 	Created     time.Time // zero in BeginCheckpoint: now
 	Files       int64     // entries in the upperdir
 	Processes   int
@@ -57,7 +58,7 @@ type Filter struct {
 	Automatic bool
 }
 
-const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec, added, unchanged, damaged, pinned, lease"
+const checkpointColumns = "id, name, sandbox_id, sandbox_name, kind, status, error, parent, trigger_name, created, files, processes, bytes, digest, image_digest, labels, frozen, warnings, spec, added, unchanged, damaged, pinned, lease, message"
 
 const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags WHERE checkpoint_id = checkpoints.id ORDER BY tag))"
 
@@ -75,7 +76,7 @@ func (r *records) checkpoints(ctx context.Context, where string, args ...any) (l
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error,
 			&c.Parent, &c.Trigger, &created,
 			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added,
-			&c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &tags, &c.Foreign, &attached)
+			&c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &c.Message, &tags, &c.Foreign, &attached)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}

@@ -163,9 +163,10 @@ func (d *Draft) fill(m *Manifest) error {
 		m.Processes = nil
 	}
 	c := d.row
-	m.Version, m.ID, m.Name, m.Kind = m.version(), c.ID, c.Name, c.Kind
+	m.ID, m.Name, m.Kind = c.ID, c.Name, c.Kind
 	m.SandboxID, m.SandboxName, m.Spec, m.ImageDigest = c.SandboxID, c.SandboxName, c.Spec, c.ImageDigest
-	m.Parent, m.Labels, m.Trigger = c.Parent, c.Labels, c.Trigger
+	m.Parent, m.Labels, m.Trigger, m.Message = c.Parent, c.Labels, c.Trigger, c.Message
+	m.Version = m.version()
 	if m.Created.IsZero() {
 		m.Created = c.Created
 	}

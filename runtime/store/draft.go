@@ -99,11 +99,12 @@ func (s *Store) BeginCheckpoint(ctx context.Context, c Checkpoint) (*Draft, erro
 			return err
 		}
 		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+
-			", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			", pulled) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent,
 			c.Trigger, c.Created.UnixNano(),
 			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen),
-			encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Foreign)
+			encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease, c.Message,
+			c.Foreign)
 		return err
 	})
 	if err != nil {
@@ -148,7 +149,7 @@ func (c *Checkpoint) check() error {
 		return fmt.Errorf("trigger %.64q: at most %d bytes of text: %w", c.Trigger, maxTrigger, fault.ErrInvalid)
 	}
 	return errors.Join(checkID("checkpoint", c.ID), checkID("sandbox", c.SandboxID), validSandboxName(c.SandboxName),
-		ValidLabels(c.Labels), validSpec(c.Spec))
+		ValidMessage(c.Message), ValidLabels(c.Labels), validSpec(c.Spec))
 }
 
 // ID is the checkpoint's.

@@ -426,8 +426,10 @@ func TestManifest(t *testing.T) {
 		_, err := ParseManifest(bytes.Replace(data, []byte(from), []byte(to), 1))
 		wantErr(t, err, fault.ErrCorrupt)
 	}
-	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":6`), 1))
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":7`), 1))
 	wantErr(t, err, fault.ErrUnsupported)
+	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":6`), 1)) // it has no message
+	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":5`), 1)) // it names its images
 	wantErr(t, err, fault.ErrCorrupt)
 	_, err = ParseManifest(bytes.Replace(data, []byte(`"version":2`), []byte(`"version":4`), 1)) // it has no deep list

@@ -24,12 +24,13 @@ import (
 // Version is the manifest version that this package writes as a rule. A manifest with
 // what older versions of this package do not know has a later one: VersionAttached
 // with files of the host, VersionDeep with a Tree whose Depth is not 0, VersionListed
-// with a list of process images in chunks.
+// with a list of process images in chunks, VersionMessage with a message.
 const (
 	Version         = 2
 	VersionAttached = 3
 	VersionDeep     = 4
 	VersionListed   = 5
+	VersionMessage  = 6
 )
 
 // Kinds and states, as in the records.
@@ -92,6 +93,9 @@ type Manifest struct {
 
 	// Attached are files of the host that belong to the checkpoint; nil: none.
 	Attached *Attached `json:"attached,omitempty"`
+
+	// Message is what the checkpoint is, in its maker's words; empty: there are none.
+	Message string `json:"message,omitempty"`
 }
 
 // Attached are files of the host. The tree, the last of all, has the i-th of them,
@@ -233,7 +237,19 @@ func (m *Manifest) Below(tree int) int {
 	})
 }
 
+// SameTree reports whether two checkpoints have the same tree n, of the same volume.
+func (m *Manifest) SameTree(o *Manifest, n int) bool {
+	a, b := m.trees(), o.trees()
+	if n >= len(a) || n >= len(b) || m.place(n) != o.place(n) {
+		return false
+	}
+	return a[n].Digest == b[n].Digest
+}
+
 func (m *Manifest) version() int {
+	if m.Message != "" {
+		return VersionMessage
+	}
 	if m.Processes != nil && m.Processes.Listed != nil {
 		return VersionListed
 	}
@@ -400,10 +416,10 @@ func ParseManifest(data []byte) (Manifest, error) {
 	if err := json.Unmarshal(data, &v); err != nil {
 		return bad("%w", err)
 	}
-	if v.Version > VersionListed {
+	if v.Version > VersionMessage {
 		return Manifest{}, &fault.Error{Op: "read", ID: ManifestName,
 			Hint: "Use the agentbox that made the checkpoint.",
-			Err:  fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionListed, fault.ErrUnsupported)}
+			Err:  fmt.Errorf("version %d, this agentbox knows %d: %w", v.Version, VersionMessage, fault.ErrUnsupported)}
 	}
 	if v.Version < Version {
 		return bad("version %d", v.Version)
@@ -430,7 +446,7 @@ func ParseManifest(data []byte) (Manifest, error) {
 
 // check holds a manifest against the rules that its readers rely on.
 func (m *Manifest) check() error {
-	if err := errors.Join(checkID("checkpoint", m.ID), checkID("sandbox", m.SandboxID),
+	if err := errors.Join(checkID("checkpoint", m.ID), checkID("sandbox", m.SandboxID), ValidMessage(m.Message),
 		ValidLabels(m.Labels)); err != nil {
 		return err
 	}

@@ -20,6 +20,7 @@ const (
 	maxLabelKey   = 256
 	maxLabelValue = 4096
 	maxTrigger    = 256
+	maxMessage    = 1000
 	maxSpec       = 4 << 20
 	maxError      = 4096
 	idLen         = 32
@@ -132,6 +133,15 @@ func ValidLabels(labels map[string]string) error {
 		if len(v) > maxLabelValue || !utf8.ValidString(v) {
 			return fmt.Errorf("label %q: a value has at most %d bytes of UTF-8: %w", k, maxLabelValue, fault.ErrInvalid)
 		}
+	}
+	return nil
+}
+
+// ValidMessage reports whether a checkpoint can be given a message: at most 1000 bytes of UTF-8,
+// without control characters other than newlines and tabs.
+func ValidMessage(s string) error {
+	if len(s) > maxMessage || !isPrintable(strings.NewReplacer("\n", "", "\t", "").Replace(s), "") {
+		return fmt.Errorf("message %.64q: at most %d bytes of text: %w", s, maxMessage, fault.ErrInvalid)
 	}
 	return nil
 }

@@ -331,7 +331,7 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there
 	m := &r.manifest
 	c := Checkpoint{ID: m.ID, Name: m.Name, SandboxID: m.SandboxID, SandboxName: m.SandboxName, Kind: m.Kind,
 		Status: Ready, Parent: m.Parent,
-		Trigger: m.Trigger, Created: u.created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest,
+		Trigger: m.Trigger, Message: m.Message, Created: u.created, Files: m.Files[0].Entries, Bytes: r.size, Digest: r.digest,
 		ImageDigest: m.ImageDigest,
 		Labels:      m.Labels, Spec: m.Spec, Foreign: u.origin != originHere}
 	if !madeElsewhere(u.origin, r.digest) { // else they are its author's words
@@ -380,12 +380,12 @@ func (x *reindex) checkpoint(ctx context.Context, v *survey, u unrecorded, there
 			return err
 		}
 		_, err = tx.ExecContext(ctx, "INSERT INTO checkpoints ("+checkpointColumns+
-			", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			", pulled, attached) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			c.ID, c.Name, c.SandboxID, c.SandboxName, c.Kind, c.Status, c.Error, c.Parent,
 			c.Trigger, c.Created.UnixNano(),
 			c.Files, c.Processes, c.Bytes, c.Digest, c.ImageDigest, encode(c.Labels), int64(c.Frozen),
 			encode(c.Warnings), string(c.Spec), c.Added, c.Unchanged, c.Damaged, c.Pinned, c.Lease,
-			c.Foreign, m.Attached.record())
+			c.Message, c.Foreign, m.Attached.record())
 		return err
 	})
 	if err == nil {

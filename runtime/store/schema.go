@@ -147,6 +147,8 @@ var migrations = []string{
 	CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id) WHERE trigger_name IN ('exec', 'interval', 'tool', 'mcp');`,
 	// Archives of other engines were not recorded as foreign.
 	`UPDATE checkpoints SET pulled = 1 WHERE trigger_name = 'import';`,
+	// What a checkpoint is, in its maker's words.
+	`ALTER TABLE checkpoints ADD COLUMN message TEXT NOT NULL DEFAULT '';`,
 }
 
 func (d *database) migrate(ctx context.Context) error {
@@ -198,7 +200,7 @@ func (d *database) migrate(ctx context.Context) error {
 }
 
 // schemaSum is the sum of what all migrations leave in sqlite_schema.
-const schemaSum = "6f3182a341661b63adaa5ad5f89599aba15abc14f2b5c5260c73cfa0974ef20e"
+const schemaSum = "4eb27a99cabf86817f202ddb9eb1851d27a50828a00828c05951cc7729239e48"
 
 // checkSchema refuses a database that the migrations would not have made: what else can be in a
 // schema (triggers, views, columns that are computed) has SQLite do more than it is asked to.

@@ -32,14 +32,14 @@ func (t *Tree) Know(ctx context.Context) { t.know(ctx, true) }
 // know is Know; without prove the caller proves the cache. A cache is valid as long as the
 // checkpoint it was built with is: all chunks that it names are then in the store.
 func (t *Tree) know(ctx context.Context, prove bool) {
-	t.collection = ""
+	t.base, t.collection = "", ""
 	base, err := overlay.CacheBase(t.cachePath(), prove)
 	if err != nil {
 		return
 	}
 	row, err := t.Home.Store.Checkpoint(ctx, base)
 	if err == nil && row.Status == store.Ready && row.Damaged == "" {
-		t.collection = t.cachePath()
+		t.base, t.collection = base, t.cachePath()
 	}
 }
 

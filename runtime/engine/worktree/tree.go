@@ -46,6 +46,7 @@ type Tree struct {
 	Displacing bool   `json:"aside"`  // a change displaces what it replaces, as the way back
 	Home       Home   `json:"-"`
 
+	base       string          // id of the checkpoint that the file cache is of; empty: none is known
 	collection string          // path of its last collection; empty: none yet
 	chunks     []overlay.Chunk // of the list in that collection; nil: not known
 }
@@ -123,12 +124,33 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 func (t *Tree) Differs(ctx context.Context, out string, to Target) (bool, error) {
 	t.Know(ctx)
 	opts := overlay.CollectOptions{Cache: t.collection, Trust: true, Tolerant: true}
-	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts); err != nil {
+	got, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts)
+	if err != nil {
 		return false, err
 	}
 	t.collection = out
+	if got.Same && to.whole(t.Number) {
+		if same, err := t.baseHas(ctx, to.Reader); same || err != nil {
+			return false, err
+		}
+	}
 	diffs, err := overlay.Compare(to.Entries(ctx, t.Number), t.Entries(), overlay.CompareOptions{Limit: 1})
 	return len(diffs) > 0, err
+}
+
+// baseHas reports whether the checkpoint that the file cache is of has the same list for the tree
+// as another one; false: it is not known to.
+func (t *Tree) baseHas(ctx context.Context, other *store.Reader) (bool, error) {
+	m := other.Manifest()
+	if t.base == m.ID {
+		return true, nil
+	}
+	r, err := t.Home.Store.OpenCheckpoint(ctx, t.base)
+	if err != nil {
+		return false, ctx.Err() // it was removed meanwhile, or is damaged
+	}
+	base := r.Manifest()
+	return base.SameTree(&m, t.Number), r.Close()
 }
 
 // Entries reads the last collection as a sequence; an error is its last element.
