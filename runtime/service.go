@@ -318,6 +318,10 @@ type RestoreOptions struct {
 	Progress Steps `json:"-"`
 }
 
+// TriggerBase is the trigger of the files-only checkpoint that Create takes of a sandbox with a
+// workspace.
+const TriggerBase = "base"
+
 // TriggerUndo is the trigger of the undo checkpoints that Restore takes.
 const TriggerUndo = "undo"
 

@@ -29,6 +29,7 @@ var scenesOf = map[string][]string{
 	"audit.after-sync":          {"restore", "rm"},
 	"audit.before-end":          {"restore", "rm"},
 	"create.":                   {"run", "recreate"},
+	"create.after-base":         {"run workspace"},
 	"start.":                    {"start", "run"},
 	"checkpoint.":               {"checkpoint"},
 	"checkpoint.before-waits":   {"checkpoint", "checkpoint --stop"},
@@ -110,6 +111,9 @@ var scenes = []scene{
 		name: "run", verb: words("run -d --name r --network none --secret s=file:/etc/passwd busybox sleep 1000"),
 		check: (*sweep).checkComer,
 	},
+	{name: "run workspace", prepare: func(s *sweep) { s.dir = s.T.TempDir() }, verb: func(s *sweep) []string {
+		return strings.Fields("run -d --name r --network none --workspace " + s.dir + ":/w busybox sleep 1000")
+	}, check: (*sweep).checkComer},
 	{name: "run attached", verb: words("run --name r --network none busybox true"), check: (*sweep).checkComer},
 	{name: "run bridge", verb: published, check: (*sweep).checkComer},
 	{

@@ -148,7 +148,7 @@ func (cs *checkpoints) passing(ctx context.Context, id string) (row store.Checkp
 		return row, nil, err
 	}
 	in := store.Intent{Op: opCommit, Sandbox: sb.ID, Checkpoint: newID()}
-	err = cs.intent(ctx, in, creating{sb.Backend}, func(int64) (err error) {
+	err = cs.intent(ctx, in, creating{Backend: sb.Backend}, func(int64) (err error) {
 		if row, err = cs.checkpointOf(ctx, sb, runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerCommit},
 			in.Checkpoint); err != nil {
 			return err

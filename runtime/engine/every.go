@@ -32,6 +32,11 @@ func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 			runtime.ErrInvalid, opts.Trigger),
 			"Choose another --trigger, or leave it away.")
 	}
+	if opts.Trigger == runtime.TriggerBase {
+		return hint(fmt.Errorf("%w: trigger %q is that of the checkpoint with which a sandbox begins",
+			runtime.ErrInvalid, opts.Trigger),
+			"Choose another --trigger, or leave it away.")
+	}
 	e, err := every(s)
 	if err != nil || opts.Automatic || !slices.Contains(e.Triggers(), opts.Trigger) {
 		return err
@@ -39,6 +44,29 @@ func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 	return hint(fmt.Errorf("%w: trigger %q is that of the checkpoints which are taken of this sandbox by themselves",
 		runtime.ErrInvalid, opts.Trigger),
 		"Choose another --trigger, or leave it away.")
+}
+
+// isBase reports whether a checkpoint is the one with which its sandbox began.
+func isBase(c store.Checkpoint) bool { return c.Trigger == runtime.TriggerBase && !c.Foreign }
+
+// takeBase takes the checkpoint with which a sandbox begins, as part of its creation: the
+// directories below its workspaces are on record, and it has a head from the start.
+func (cs *checkpoints) takeBase(ctx context.Context, sb *locked, id string) error {
+	c, err := sb.host.Inspect(ctx, sb.ID)
+	if err != nil {
+		return err
+	}
+	k, err := cs.prepare(ctx, sb, c, runtime.CheckpointOptions{
+		FilesOnly: true, Trigger: runtime.TriggerBase, TCP: runtime.TCPEstablished,
+	})
+	if err != nil {
+		return err
+	}
+	k.row.ID = id
+	if _, err := cs.record(ctx, k); err != nil {
+		return fmt.Errorf("the checkpoint of what it begins with: %w", err)
+	}
+	return cs.store.SetHead(ctx, sb.ID, id, sb.Attempt)
 }
 
 // beforeExec takes the checkpoint that must precede an exec. If it fails, the exec is

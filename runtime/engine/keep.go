@@ -200,6 +200,9 @@ func (r retention) candidates(rows []store.Checkpoint, at map[string]string) []p
 		if heads[row.ID] {
 			k.Protected = append(k.Protected, "head")
 		}
+		if _, alive := at[row.SandboxID]; alive && isBase(row) {
+			k.Protected = append(k.Protected, "base")
+		}
 		for _, tag := range row.Tags {
 			k.Protected = append(k.Protected, "tag "+tag)
 		}

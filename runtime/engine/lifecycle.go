@@ -121,7 +121,11 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 		return runtime.Sandbox{}, err
 	}
 	defer lock.Unlock()
-	if err := bx.create(ctx, s, row); err != nil {
+	base := ""
+	if s.HasWorkspace() {
+		base = newID()
+	}
+	if err := bx.create(ctx, &locked{Sandbox: row, host: host, lock: lock}, s, base); err != nil {
 		return runtime.Sandbox{}, err
 	}
 	bx.log.Info("sandbox created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
@@ -131,20 +135,17 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 // creating is the journal's data of a creation.
 type creating struct {
 	Backend string `json:"backend"`
+	Base    string `json:"base,omitempty"` // id of its base checkpoint
 }
 
-// create records a sandbox, whose lock is held, and has the backend make its
-// container.
-func (bx *sandboxes) create(ctx context.Context, s runtime.Spec, row store.Sandbox) error {
-	var err error
-	if row.Spec, err = json.Marshal(s); err != nil {
+// create records a sandbox, whose lock is held, has the backend make its container, and takes the
+// base checkpoint of that id; empty: none.
+func (bx *sandboxes) create(ctx context.Context, sb *locked, s runtime.Spec, base string) (err error) {
+	if sb.Spec, err = json.Marshal(s); err != nil {
 		return err
 	}
-	host, err := bx.host(row.Backend)
-	if err != nil {
-		return err
-	}
-	return bx.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, creating{row.Backend}, func(int64) (err error) {
+	row, host, data := sb.Sandbox, sb.host, creating{sb.Backend, base}
+	return bx.intent(ctx, store.Intent{Op: opCreate, Sandbox: s.ID}, data, func(int64) (err error) {
 		var undo undo.Stack
 		defer func() { undo.Run(ctx, &err) }()
 		if err := failpoint.Hit("create.before-row"); err != nil {
@@ -167,7 +168,14 @@ func (bx *sandboxes) create(ctx context.Context, s runtime.Spec, row store.Sandb
 		if err := host.Create(ctx, s, row.Lower); err != nil {
 			return err
 		}
-		return failpoint.Hit("create.after-backend")
+		if err := failpoint.Hit("create.after-backend"); err != nil || base == "" {
+			return err
+		}
+		undo.Add(func(ctx context.Context) error { return bx.store.RemoveCheckpoint(ctx, base) })
+		if err := bx.checkpoints.takeBase(ctx, sb, base); err != nil {
+			return err
+		}
+		return failpoint.Hit("create.after-base")
 	})
 }
 

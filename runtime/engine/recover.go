@@ -172,8 +172,10 @@ func (rec *recovery) finish(ctx context.Context, in store.Intent) (did string, e
 	case opRemove:
 		var checkpoints bool
 		if _, checkpoints, err = rec.sandboxes.removals(ctx, in.Sandbox); err == nil {
-			did, err = unless(rec.sandboxes.finishRemove(ctx, host, in.Sandbox, checkpoints),
-				"finished the removal of sandbox %s", short(in.Sandbox))
+			if err = rec.sandboxes.finishRemove(ctx, host, in.Sandbox, checkpoints); err == nil {
+				err = rec.sandboxes.dropBase(ctx, in.Sandbox)
+			}
+			did, err = unless(err, "finished the removal of sandbox %s", short(in.Sandbox))
 		}
 	default:
 		return "", fmt.Errorf("%w: the journal names a verb %q that this version does not know",
@@ -263,8 +265,20 @@ func (e *core) hostOf(ctx context.Context, in store.Intent) (Host, error) {
 }
 
 func (rec *recovery) finishCreate(ctx context.Context, in store.Intent, host Host) (string, error) {
+	data, err := decode[creating](in.Data)
+	if err != nil {
+		return "", err
+	}
 	if err := host.Remove(ctx, in.Sandbox); err != nil {
 		return "", err
+	}
+	if data.Base != "" {
+		if _, err = rec.store.FinishPending(ctx, data.Base); err == nil {
+			err = rec.store.RemoveCheckpoint(ctx, data.Base)
+		}
+		if err != nil {
+			return "", err
+		}
 	}
 	return unless(rec.store.DeleteSandbox(ctx, in.Sandbox), "took back the half-made sandbox %s", short(in.Sandbox))
 }

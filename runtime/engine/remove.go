@@ -89,7 +89,11 @@ func (bx *sandboxes) remove(ctx context.Context, sb *locked, checkpoints bool) e
 			return err
 		}
 	}
-	if err := bx.finishRemove(ctx, sb.host, sb.ID, checkpoints); err != nil {
+	err = bx.finishRemove(ctx, sb.host, sb.ID, checkpoints)
+	if err == nil {
+		err = bx.dropBase(ctx, sb.ID)
+	}
+	if err != nil {
 		return err // the intent stays: recovery tries again
 	}
 	bx.log.Info("sandbox removed", "sandbox", sb.ID)
@@ -169,6 +173,26 @@ func (bx *sandboxes) finishRemove(ctx context.Context, host Host, id string, che
 	for _, in := range left {
 		err = errors.Join(err, bx.store.Done(ctx, in.Seq))
 	}
+	return err
+}
+
+// dropBase removes the base checkpoint of a removed sandbox that has left no other one, unless it is
+// used: each --rm sandbox would leave one.
+func (bx *sandboxes) dropBase(ctx context.Context, id string) error {
+	list, err := bx.store.Checkpoints(ctx, store.Filter{SandboxID: id})
+	if err != nil || len(list) != 1 || !isBase(list[0]) || list[0].Name != "" || len(list[0].Tags) > 0 {
+		return err
+	}
+	heads, err := bx.store.Heads(ctx)
+	if err != nil {
+		return err
+	}
+	for _, head := range heads {
+		if head == list[0].ID { // a fork began there
+			return nil
+		}
+	}
+	_, err = bx.store.RemoveUnpinned(ctx, list[0].ID)
 	return err
 }
 

@@ -1,0 +1,115 @@
+package engine_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// all lists the records of all checkpoints of a root.
+func (r *rig) all(t testing.TB) []store.Checkpoint {
+	t.Helper()
+	rows, err := r.store.Checkpoints(ctx, store.Filter{All: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return rows
+}
+
+// TestBase: a sandbox with a workspace begins with a checkpoint of its files, which no rule of prune
+// removes as long as the sandbox is there, and which goes with it if it is the only one.
+func TestBase(t *testing.T) {
+	r := newRig(t, nil)
+	dir := t.TempDir()
+	if r.create(t, "plain"); len(r.all(t)) > 0 {
+		t.Fatal("a sandbox without a workspace has a checkpoint")
+	}
+	put := func(dir, content string) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, "a"), []byte(content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(dir, "mine")
+	sb, upper := r.overWorkspace(t, "c", dir)
+	base, err := r.CheckpointInfo(ctx, "c@HEAD")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if base.Trigger != runtime.TriggerBase || base.Kind != runtime.KindFiles || base.ID != sb.Head || base.Parent != "" {
+		t.Errorf("%+v", base)
+	}
+
+	// It is a way back, also over what the directory has become.
+	put(upper, "the agent's")
+	put(dir, "mine, too")
+	if _, err := r.Restore(ctx, "c", runtime.RestoreOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if got := contents(t, upper)["a"]; got != "mine" {
+		t.Errorf("after the restore a is %q", got)
+	}
+
+	r.take(t, "c", runtime.CheckpointOptions{})
+	pruned, err := r.Prune(ctx, runtime.PruneOptions{KeepLast: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range pruned.Removed {
+		if p.Checkpoint.ID == base.ID {
+			t.Error("prune removed the base")
+		}
+	}
+	if _, err := r.Checkpoint(ctx, "c", runtime.CheckpointOptions{Trigger: runtime.TriggerBase}); !errors.Is(err, runtime.ErrInvalid) {
+		t.Errorf("its trigger for another checkpoint: %v", err)
+	}
+	if err := r.Remove(ctx, "c", runtime.RemoveOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if rows := r.all(t); len(rows) != 2 {
+		t.Errorf("%d checkpoints are left, want the base and the other", len(rows))
+	}
+	for _, row := range r.all(t) {
+		if err := r.RemoveCheckpoint(ctx, row.ID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.overWorkspace(t, "d", dir)
+	if err := r.Remove(ctx, "d", runtime.RemoveOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if rows := r.all(t); len(rows) > 0 {
+		t.Errorf("left: %+v", rows)
+	}
+}
+
+// TestBaseFails: a sandbox whose base cannot be taken is not created.
+func TestBaseFails(t *testing.T) {
+	for _, at := range []string{"store.commit.before-rename", "store.commit.after-row", "create.after-base"} {
+		t.Run(at, func(t *testing.T) {
+			r := newRig(t, nil)
+			t.Setenv("AGENTBOX_FAILPOINT", at+"=error")
+			_, err := r.Create(ctx, runtime.CreateRequest{Spec: runtime.Spec{
+				Name: "c", Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+				Mounts: []runtime.Mount{{Type: runtime.MountWorkspace, Source: t.TempDir(), Target: "/work"}},
+			}})
+			if err == nil || !strings.Contains(err.Error(), "failpoint "+at) {
+				t.Errorf("error %v (tests need the tag failpoint)", err)
+			}
+			if _, err := r.Sandbox(ctx, "c"); !errors.Is(err, runtime.ErrNotFound) {
+				t.Errorf("the sandbox: %v", err)
+			}
+			if rows := r.all(t); len(rows) > 0 {
+				t.Errorf("left: %+v", rows)
+			}
+			if left, err := r.store.Intents(ctx); err != nil || len(left) > 0 {
+				t.Errorf("in the journal: %v, %v", left, err)
+			}
+		})
+	}
+}
