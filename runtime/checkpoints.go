@@ -15,6 +15,16 @@ type CheckpointService interface {
 	Restore(ctx context.Context, sandbox string, opts RestoreOptions) (Restored, error)
 	// PlanRestore returns what Restore would change, and changes nothing.
 	PlanRestore(ctx context.Context, sandbox string, opts RestoreOptions) (RestorePlan, error)
+	// Undo is a Restore to a step back in the sandbox's history, Redo one to what Undo has
+	// left. A step is a checkpoint, in the line from the head back, and the files as they
+	// are if they have changed since the head. A checkpoint and any other Restore end what
+	// Redo leads to.
+	Undo(ctx context.Context, sandbox string, opts UndoOptions) (Restored, error)
+	Redo(ctx context.Context, sandbox string, opts UndoOptions) (Restored, error)
+	// PlanUndo returns what Undo or, with opts.Redo, Redo would change, and changes nothing.
+	PlanUndo(ctx context.Context, sandbox string, opts UndoOptions) (RestorePlan, error)
+	// UndoList lists where Undo and Redo lead.
+	UndoList(ctx context.Context, sandbox string) (UndoList, error)
 	// Fork starts new sandboxes from a checkpoint; the origin is untouched.
 	Fork(ctx context.Context, sandbox string, opts ForkOptions) ([]Forked, error)
 
@@ -56,6 +66,34 @@ type CheckpointService interface {
 // Progress is called now and then during long work with done and total, in the unit
 // that the verb names; total 0: not known.
 type Progress func(done, total int64)
+
+// UndoOptions modify Undo and Redo; the zero value goes one step.
+type UndoOptions struct {
+	Steps      int           `json:"steps"`       // 0: 1
+	FilesOnly  bool          `json:"files_only"`  // leave the processes out: the command starts anew
+	NoEffects  bool          `json:"no_effects"`  // as in RestoreOptions, and so are the following
+	NoAttached bool          `json:"no_attached"` //
+	Timeout    time.Duration `json:"timeout_ns"`
+	Redo       bool          `json:"redo"` // for PlanUndo: of Redo
+	Progress   Steps         `json:"-"`
+}
+
+// UndoList is the documented JSON of `agentbox undo --list`; it only ever grows.
+type UndoList struct {
+	Sandbox     string `json:"sandbox"` // its id
+	SandboxName string `json:"sandbox_name"`
+	// Changed: the files have changed since the head, so that Undo leads there first.
+	Changed bool       `json:"changed"`
+	Steps   []UndoStep `json:"steps"` // from where Redo ends back to the oldest
+}
+
+// UndoStep is a checkpoint that Undo or Redo leads to, or the one at which the sandbox is.
+type UndoStep struct {
+	Checkpoint
+	// Back is how many steps back it is: Undo leads there with as many. Negative: Redo
+	// does. 0: the sandbox is there.
+	Back int `json:"back"`
+}
 
 // ForkOptions modify Fork.
 type ForkOptions struct {

@@ -351,6 +351,8 @@ type Restored struct {
 	// Compensated lists the effects whose undo commands were run, in that order; their
 	// status is the result.
 	Compensated []Effect `json:"compensated,omitempty"`
+
+	Redo int `json:"redo,omitempty"` // how many steps Service.Redo can go forward from here
 }
 
 // CheckpointFilter selects checkpoints; the zero value selects all ready ones except

@@ -18,6 +18,9 @@ type fakeHistory struct {
 	forkOpts   runtime.ForkOptions
 	forks      []runtime.Forked
 	plan       runtime.RestorePlan
+	stepped    runtime.Restored
+	undoList   runtime.UndoList
+	undoOpts   runtime.UndoOptions
 	lost       []string
 	pruneOpts  []runtime.PruneOptions
 	pruned     runtime.Pruned
@@ -61,6 +64,31 @@ func (f *fakeService) PlanRestore(
 ) (runtime.RestorePlan, error) {
 	f.reOpts = opts
 	return f.plan, f.simple("PlanRestore", ref)
+}
+
+func (f *fakeService) Undo(_ context.Context, ref string, opts runtime.UndoOptions) (runtime.Restored, error) {
+	f.undoOpts = opts
+	if err := f.simple("Undo", ref); err != nil {
+		return runtime.Restored{}, err
+	}
+	return f.stepped, nil
+}
+
+func (f *fakeService) Redo(_ context.Context, ref string, opts runtime.UndoOptions) (runtime.Restored, error) {
+	f.undoOpts = opts
+	if err := f.simple("Redo", ref); err != nil {
+		return runtime.Restored{}, err
+	}
+	return f.stepped, nil
+}
+
+func (f *fakeService) PlanUndo(_ context.Context, ref string, opts runtime.UndoOptions) (runtime.RestorePlan, error) {
+	f.undoOpts = opts
+	return f.plan, f.simple("PlanUndo", ref)
+}
+
+func (f *fakeService) UndoList(_ context.Context, ref string) (runtime.UndoList, error) {
+	return f.undoList, f.simple("UndoList", ref)
 }
 
 func (f *fakeService) PinCheckpoint(_ context.Context, ref string, pinned bool) error {

@@ -137,7 +137,7 @@ var keepTexts = map[runtime.Phase]string{
 
 func (p *progress) stepLine(s runtime.Step, took time.Duration) string {
 	text := phaseTexts[s.Phase]
-	if keep := keepTexts[s.Phase]; keep != "" && p.what == "restore" {
+	if keep := keepTexts[s.Phase]; keep != "" && (p.what == "restore" || p.what == "undo" || p.what == "redo") {
 		text = keep
 	}
 	if text == "" { // of a later version of the service

@@ -239,6 +239,13 @@ func runRestore(
 	opts.Progress = update
 	r, err := svc.Restore(ctx, sandbox, opts)
 	end()
+	return showRestored(r, err, format, restoreSummary, stdout, stderr)
+}
+
+// showRestored prints what a restore has done, or the error of one that has done nothing.
+func showRestored(
+	r runtime.Restored, err error, format string, summary func(runtime.Restored) string, stdout, stderr io.Writer,
+) error {
 	if err != nil && r.Checkpoint.ID == "" {
 		return err
 	}
@@ -254,7 +261,7 @@ func runRestore(
 	}
 	warn(stderr, r.Warnings)
 	if err == nil && isTerminalWriter(stderr) {
-		fmt.Fprintln(stderr, printable(restoreSummary(r)))
+		fmt.Fprintln(stderr, printable(summary(r)))
 	}
 	switch {
 	case format == formatJSON:
@@ -269,7 +276,7 @@ func runRestore(
 	for _, what := range r.Lost {
 		fmt.Fprintf(stderr, "lost: %s\n", oneLine(what))
 	}
-	return both(&runtime.Error{Op: "restore", ID: sandbox,
+	return both(&runtime.Error{Op: "restore", ID: r.Sandbox.Name,
 		Err: fmt.Errorf("%s of checkpoint %s could not be restored: %w", countText(int64(len(r.Lost)), "path"),
 			shortID(r.Checkpoint.ID), runtime.ErrCorrupt)}, err)
 }

@@ -14,7 +14,12 @@ import (
 func runRestorePlan(
 	ctx context.Context, opts runtime.RestoreOptions, format, sandbox string, svc runtime.Service, stdout io.Writer,
 ) error {
-	p, err := svc.PlanRestore(ctx, sandbox, opts)
+	return runPlan(format, stdout, func() (runtime.RestorePlan, error) { return svc.PlanRestore(ctx, sandbox, opts) })
+}
+
+// runPlan prints what a restore would change.
+func runPlan(format string, stdout io.Writer, plan func() (runtime.RestorePlan, error)) error {
+	p, err := plan()
 	if err != nil {
 		return err
 	}

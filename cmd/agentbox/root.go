@@ -208,7 +208,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a),
 		newCpCommand(a), newCatCommand(a), newLsCommand(a), newFindCommand(a), newMCPCommand(a),
 		newUpdateCommand(a), newEventsCommand(a), newReleaseCommand(a), newLeaseCommand(a), newGroupCommand(a))
-	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newForkCommand(a), newLogCommand(a),
+	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newUndoCommand(a), newRedoCommand(a), newForkCommand(a), newLogCommand(a),
 		newDiffCommand(a), newApplyCommand(a), newEffectCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))

@@ -301,6 +301,26 @@ func (c checkpointCalls) PlanRestore(
 	return do[runtime.RestorePlan](ctx, c.conn, at("sandboxes", sandbox, "plan"), opts, nil)
 }
 
+// Undo goes back in a sandbox's history by steps.
+func (c checkpointCalls) Undo(ctx context.Context, sandbox string, opts runtime.UndoOptions) (runtime.Restored, error) {
+	return do[runtime.Restored](ctx, c.conn, at("sandboxes", sandbox, "undo"), opts, decoded(opts.Progress))
+}
+
+// Redo goes forward again to what Undo has left.
+func (c checkpointCalls) Redo(ctx context.Context, sandbox string, opts runtime.UndoOptions) (runtime.Restored, error) {
+	return do[runtime.Restored](ctx, c.conn, at("sandboxes", sandbox, "redo"), opts, decoded(opts.Progress))
+}
+
+// PlanUndo returns what Undo or Redo would change.
+func (c checkpointCalls) PlanUndo(ctx context.Context, sandbox string, opts runtime.UndoOptions) (runtime.RestorePlan, error) {
+	return do[runtime.RestorePlan](ctx, c.conn, at("sandboxes", sandbox, "undo", "plan"), opts, nil)
+}
+
+// UndoList lists where Undo and Redo lead.
+func (c checkpointCalls) UndoList(ctx context.Context, sandbox string) (runtime.UndoList, error) {
+	return get[runtime.UndoList](ctx, c.conn, at("sandboxes", sandbox, "undo", "list"), nil)
+}
+
 // Fork starts new sandboxes from a checkpoint.
 func (c checkpointCalls) Fork(ctx context.Context, sandbox string, opts runtime.ForkOptions) ([]runtime.Forked, error) {
 	v, err := c.valuesOf(ctx, sandbox, opts.Secrets)

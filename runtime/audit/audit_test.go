@@ -328,6 +328,8 @@ type reads interface {
 	Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error)
 	History(ctx context.Context, sandbox string, opts runtime.HistoryOptions) ([]runtime.HistoryEntry, error)
 	PlanRestore(ctx context.Context, sandbox string, opts runtime.RestoreOptions) (runtime.RestorePlan, error)
+	PlanUndo(ctx context.Context, sandbox string, opts runtime.UndoOptions) (runtime.RestorePlan, error)
+	UndoList(ctx context.Context, sandbox string) (runtime.UndoList, error)
 	Usage(ctx context.Context) (runtime.Usage, error)
 	Stats(ctx context.Context, opts runtime.StatsOptions) ([]runtime.Stats, error)
 	Images(ctx context.Context) ([]runtime.Image, error)

@@ -102,7 +102,7 @@ func (f Filter) selects(e Entry) bool {
 // inside are the verbs whose effect is in the sandbox, where a restore undoes it.
 var inside = map[string]bool{
 	"attach": true, "cp": true, "exec": true, "files": true, "kill": true, "pause": true, "restart": true,
-	"restore": true, "start": true, "stop": true, "unpause": true,
+	"redo": true, "restore": true, "start": true, "stop": true, "undo": true, "unpause": true,
 }
 
 // mark records in each entry which restore has undone it. A restore that was undone itself
@@ -163,7 +163,7 @@ func (l *Log) undone(sandbox, checkpoint string, taken time.Time, before uint64)
 				return true
 			}
 			switch {
-			case r.Phase == End && r.Verb == "restore" && r.Undo == checkpoint:
+			case r.Phase == End && r.Undo == checkpoint: // a restore
 				from = r.Seq // what it did is undone, too
 				return false
 			case r.Phase == End && r.Outcome == "ok" && r.Verb == "checkpoint" &&

@@ -186,10 +186,13 @@ func (up *upkeep) estimate(ctx context.Context, out *runtime.Pruned) error {
 }
 
 // candidates returns checkpoints as the rules see them; at are the heads of all sandboxes.
-func (r retention) candidates(rows []store.Checkpoint, at map[string]string) []policy.Kept {
-	heads := map[string]bool{}
-	for _, head := range at {
-		heads[head] = true
+func (r retention) candidates(rows []store.Checkpoint, at map[string]store.Position) []policy.Kept {
+	heads, redo := map[string]bool{}, map[string]bool{}
+	for _, p := range at {
+		heads[p.Head] = true
+		for _, id := range p.Redo {
+			redo[id] = true
+		}
 	}
 	undo := map[string]*store.Attached{} // host files that a sandbox's newer undo checkpoints have
 	list := make([]policy.Kept, 0, len(rows))
@@ -199,6 +202,9 @@ func (r retention) candidates(rows []store.Checkpoint, at map[string]string) []p
 		}
 		if heads[row.ID] {
 			k.Protected = append(k.Protected, "head")
+		}
+		if redo[row.ID] {
+			k.Protected = append(k.Protected, "redo")
 		}
 		if _, alive := at[row.SandboxID]; alive && isBase(row) {
 			k.Protected = append(k.Protected, "base")
@@ -228,7 +234,7 @@ func (up *upkeep) retain(ctx context.Context, f store.Filter, r retention, out *
 	if err != nil {
 		return err
 	}
-	at, err := up.store.Heads(ctx)
+	at, err := up.store.Positions(ctx)
 	if err != nil {
 		return err
 	}
@@ -329,7 +335,7 @@ func (up *upkeep) forget(ctx context.Context, row store.Checkpoint) error {
 		return err
 	}
 	removed := false
-	if (sb.Head != row.ID || sb.ID == "") && len(now.Tags) == 0 {
+	if (sb.Head != row.ID || sb.ID == "") && len(now.Tags) == 0 && !slices.Contains(sb.Redo, row.ID) {
 		removed, err = up.store.RemoveUnpinned(ctx, row.ID)
 	}
 	if err == nil && !removed {

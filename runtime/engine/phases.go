@@ -38,6 +38,9 @@ type restoring struct {
 	Undo      string          `json:"undo"` // the undo checkpoint
 	NoUndo    bool            `json:"no_undo"`
 
+	// Redo is where redo leads once it is restored; redoPresent stands for the undo checkpoint.
+	Redo []string `json:"redo,omitempty"`
+
 	// Begun is the boot of the host in which the restore began. A record from elsewhere cannot
 	// know it: a restore of another boot starts nothing and writes no host files.
 	Begun string `json:"begun,omitempty"`
@@ -142,7 +145,8 @@ func (r *restoration) head(ctx context.Context) error {
 	if r.data.Phase == phaseHosts {
 		return nil
 	}
-	if err := r.e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt); err != nil {
+	r.data.Redo = r.redo()
+	if err := r.e.store.SetHead(ctx, r.sb.ID, r.row.ID, r.data.Attempt, r.data.Redo...); err != nil {
 		return err
 	}
 	if r.sb.Held != "" {

@@ -33,12 +33,19 @@ func (rs *restores) planRestore(
 	ctx context.Context, ref string, opts runtime.RestoreOptions,
 ) (out runtime.RestorePlan, err error) {
 	defer func() { err = fail("restore", ref, err) }()
+	return rs.planTo(ctx, ref, opts, nil)
+}
+
+// planTo is planRestore for an aim; nil: the options name the checkpoint.
+func (rs *restores) planTo(
+	ctx context.Context, ref string, opts runtime.RestoreOptions, to *aim,
+) (out runtime.RestorePlan, err error) {
 	if err := checkRestore(opts); err != nil {
 		return out, err
 	}
 	opts.Pull.Policy = image.PullNever
 	opts.FilesOnly = opts.FilesOnly || opts.Strategy == runtime.StrategyFiles
-	r, err := rs.target(ctx, ref, nil, opts)
+	r, err := rs.target(ctx, ref, nil, opts, to)
 	if err != nil {
 		return out, err
 	}
@@ -217,7 +224,7 @@ func addEffects(p *runtime.RestorePlan, r *restoration) {
 	case r.full() && was == runtime.Paused:
 		say("The processes of the checkpoint come back paused.")
 	case r.full():
-	case was == runtime.Running || was == runtime.Paused:
+	case was == runtime.Running || was == runtime.Paused || isBase(r.row) && r.c.Status == runtime.Running:
 		say("The command is started afresh: the checkpoint has, or gives, no processes.")
 	case r.c.Pid != 0:
 		say("The sandbox will be stopped, as it was at the checkpoint.")

@@ -183,12 +183,12 @@ func (bx *sandboxes) dropBase(ctx context.Context, id string) error {
 	if err != nil || len(list) != 1 || !isBase(list[0]) || list[0].Name != "" || len(list[0].Tags) > 0 {
 		return err
 	}
-	heads, err := bx.store.Heads(ctx)
+	at, err := bx.store.Positions(ctx)
 	if err != nil {
 		return err
 	}
-	for _, head := range heads {
-		if head == list[0].ID { // a fork began there
+	for _, p := range at {
+		if p.Head == list[0].ID { // a fork began there
 			return nil
 		}
 	}

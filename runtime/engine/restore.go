@@ -49,8 +49,19 @@ func (v checkpointVerbs) Restore(ctx context.Context, ref string, opts runtime.R
 // sandbox itself.
 func (rs *restores) restoreLocked(
 	ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions,
+) (runtime.Restored, error) {
+	return rs.restoreTo(ctx, ref, sb, opts, nil)
+}
+
+// restoreTo is restoreLocked for an aim; nil: the options name the checkpoint.
+func (rs *restores) restoreTo(
+	ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions, to *aim,
 ) (out runtime.Restored, err error) {
-	defer func() { err = fail("restore", ref, err) }()
+	verb := opRestore
+	if to != nil {
+		verb = to.verb
+	}
+	defer func() { err = fail(verb, ref, err) }()
 	if err := checkRestore(opts); err != nil {
 		if sb != nil {
 			sb.lock.Unlock()
@@ -62,7 +73,7 @@ func (rs *restores) restoreLocked(
 		ctx, cancel = context.WithTimeout(ctx, opts.Timeout)
 		defer cancel()
 	}
-	t := &trying{sb: sb, opts: opts, noUndo: opts.NoUndo, steps: progress.Follow(opts.Progress)}
+	t := &trying{sb: sb, opts: opts, to: to, noUndo: opts.NoUndo, steps: progress.Follow(opts.Progress)}
 	defer t.steps.End()
 	if opts.Strategy == "" {
 		out, err = rs.try(ctx, ref, t)
@@ -86,6 +97,7 @@ func (rs *restores) restoreLocked(
 type trying struct {
 	sb       *locked // locked by the caller; nil: not yet looked up
 	opts     runtime.RestoreOptions
+	to       *aim // nil: opts name the checkpoint
 	steps    *progress.Meter
 	noUndo   bool   // no undo checkpoint is wanted once the restore is done
 	way      string // of this attempt; see Strategies. Empty: as the checkpoint is
@@ -116,7 +128,7 @@ func (t *trying) endedUnder(ctx context.Context, err error) bool {
 
 // try makes one attempt to restore.
 func (rs *restores) try(ctx context.Context, ref string, t *trying) (_ runtime.Restored, err error) {
-	r, err := rs.target(ctx, ref, t.sb, t.opts)
+	r, err := rs.target(ctx, ref, t.sb, t.opts, t.to)
 	if err != nil {
 		return runtime.Restored{}, err
 	}
@@ -228,6 +240,7 @@ func (t *trying) restored() runtime.Restored {
 		Undo: r.files.undone, Changed: r.files.changed, Lost: slices.Sorted(maps.Keys(r.files.lost)),
 		Attached: r.attached.hostReport(), Compensated: slices.Concat(t.compensated, r.effects.compensated),
 		Warnings: slices.Concat(r.warnings, t.told, r.told), Down: r.down, Files: r.files.took,
+		Redo: len(r.data.Redo),
 	}
 }
 
@@ -331,7 +344,9 @@ func (rs *restores) open(ctx context.Context, r *restoration) (err error) {
 // starts reports whether the sandbox is started once the files are in place.
 func (r *restoration) starts() bool {
 	was := runtime.Status(r.reader.Manifest().Status)
-	return (was == runtime.Running || was == runtime.Paused) && (r.fork == nil || !r.fork.noStart) &&
+	// A base is what a sandbox was before it was started, and not stopped.
+	again := isBase(r.row) && (r.data.Was == runtime.Running || r.fork != nil)
+	return (was == runtime.Running || was == runtime.Paused || again) && (r.fork == nil || !r.fork.noStart) &&
 		(!r.resumed || r.data.thisBoot())
 }
 

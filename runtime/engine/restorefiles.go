@@ -431,10 +431,18 @@ func (r *filesPart) findLost(ctx context.Context) error {
 }
 
 // forgetUndos removes the undo checkpoints that a newer one has replaced. It keeps those
-// that are pinned, named or tagged, the one that the sandbox is at, and those that alone
-// have previous host files: the caller of this restore may have no say over these.
+// that are pinned, named or tagged, the one that the sandbox is at and those before it from which it
+// went on, those that redo leads to, and those that alone have previous host files: the caller of
+// this restore may have no say over these.
 func (r *filesPart) forgetUndos(ctx context.Context) error {
 	rows, err := r.e.store.Checkpoints(ctx, store.Filter{SandboxID: r.sb.ID, Trigger: runtime.TriggerUndo})
+	if err != nil {
+		return err
+	}
+	steps, err := r.stepsOf(ctx, rows)
+	if err != nil {
+		return err
+	}
 	var kept *store.Attached
 	for _, row := range rows {
 		if row.ID == r.data.Undo {
@@ -443,7 +451,7 @@ func (r *filesPart) forgetUndos(ctx context.Context) error {
 	}
 	for _, row := range rows {
 		newest := row.ID == r.data.Undo && !r.data.NoUndo
-		if newest || row.ID == r.row.ID || row.Pinned || row.Name != "" || len(row.Tags) > 0 {
+		if newest || steps[row.ID] || row.Pinned || row.Name != "" || len(row.Tags) > 0 {
 			continue
 		}
 		if r.data.NoUndo && row.ID != r.data.Undo {

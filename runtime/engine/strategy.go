@@ -78,7 +78,7 @@ func waysOf(o runtime.RestoreOptions, kind string) ([]way, error) {
 // escalate restores by a strategy: each way up to three times, then the next.
 func (rs *restores) escalate(ctx context.Context, ref string, t *trying) (runtime.Restored, error) {
 	opts := t.opts
-	r, err := rs.target(ctx, ref, t.sb, opts)
+	r, err := rs.target(ctx, ref, t.sb, opts, nil)
 	if err != nil {
 		return runtime.Restored{}, err
 	}

@@ -13,10 +13,16 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
+// aim is a verb that chooses the checkpoint of its restore once the sandbox is locked.
+type aim struct {
+	verb   string
+	choose func(ctx context.Context, r *restoration) error // sets r.row and r.data.Redo
+}
+
 // target finds the sandbox and the checkpoint to restore, and locks the sandbox unless the
-// caller has. The restore will recreate a sandbox that was removed.
+// caller has. A nil aim: the options name the checkpoint. The restore will recreate a sandbox that was removed.
 func (rs *restores) target(
-	ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions,
+	ctx context.Context, ref string, sb *locked, opts runtime.RestoreOptions, to *aim,
 ) (*restoration, error) {
 	r := rs.newRestoration(sb, restoring{
 		Phase: phasePrepare, FilesOnly: opts.FilesOnly, Salvage: opts.Salvage, NoUndo: opts.NoUndo,
@@ -32,7 +38,7 @@ func (rs *restores) target(
 		return nil, err
 	}
 	if r.sb == nil {
-		if r.sb, err = rs.acquire(ctx, ref, "restore", lockWait); errors.Is(err, runtime.ErrNotFound) {
+		if r.sb, err = rs.acquire(ctx, ref, "restore", lockWait); errors.Is(err, runtime.ErrNotFound) && to == nil {
 			return r, rs.recreate(ctx, r, ref, opts, err)
 		}
 	}
@@ -44,7 +50,15 @@ func (rs *restores) target(
 	if err != nil {
 		return nil, err
 	}
-	if r.row, err = rs.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign); err == nil {
+	if to != nil {
+		err = to.choose(ctx, r)
+	} else {
+		r.row, err = rs.choose(ctx, r.sb.Sandbox, opts.Checkpoint, opts.Undo, opts.Foreign)
+	}
+	if r.restart { // it ends no redo
+		r.data.Redo = r.sb.Redo
+	}
+	if err == nil {
 		err = checkDamage(r.sb.Name, r.row, r.data.Salvage)
 	}
 	if err == nil {

@@ -35,7 +35,7 @@ func (cs *checkpoints) unchanged(
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, cmp.close()) }()
-	same, err := cmp.same(ctx, opts.WithVolumes, true)
+	same, err := cmp.same(ctx, opts.WithVolumes)
 	if err != nil || !same {
 		return nil, err
 	}
@@ -58,6 +58,10 @@ type comparison struct {
 	home    worktree.Home
 	reader  *store.Reader
 	scratch string // a directory for what is collected
+
+	// own: what the sandbox itself has changed counts, in what the checkpoint has; a directory
+	// below a workspace may be another, and volumes may have come.
+	own bool
 }
 
 func (cs *checkpoints) compareWith(
@@ -71,15 +75,15 @@ func (cs *checkpoints) compareWith(
 	if err != nil {
 		return nil, errors.Join(err, r.Close())
 	}
-	return &comparison{c, cs.home(sb), r, dir}, nil
+	return &comparison{c: c, home: cs.home(sb), reader: r, scratch: dir}, nil
 }
 
 func (p *comparison) close() error { return errors.Join(p.reader.Close(), os.RemoveAll(p.scratch)) }
 
 // same reports whether the files are those of the checkpoint: the upperdir, workspaces, and with
 // volumes the engine's volumes too. A directory below a workspace that is not what it was makes a
-// difference with below, unless the workspace shows all the same what it showed then.
-func (p *comparison) same(ctx context.Context, volumes, below bool) (bool, error) {
+// difference, unless the workspace shows all the same what it showed then.
+func (p *comparison) same(ctx context.Context, volumes bool) (bool, error) {
 	if changed, err := p.differs(ctx, p.c.Upper, 0, worktree.Target{Reader: p.reader}); changed || err != nil {
 		return false, err
 	}
@@ -89,10 +93,13 @@ func (p *comparison) same(ctx context.Context, volumes, below bool) (bool, error
 			continue
 		}
 		at := slices.IndexFunc(m.Volumes, func(had store.Volume) bool { return had.Name == v.Name && !had.Below })
+		if at < 0 && p.own {
+			continue
+		}
 		if at < 0 {
 			return false, nil
 		}
-		if same, err := p.sameVolume(ctx, v, at+1, below); !same || err != nil {
+		if same, err := p.sameVolume(ctx, v, at+1); !same || err != nil {
 			return false, err
 		}
 	}
@@ -100,11 +107,11 @@ func (p *comparison) same(ctx context.Context, volumes, below bool) (bool, error
 }
 
 // sameVolume is same for a volume, which is that tree of the checkpoint.
-func (p *comparison) sameVolume(ctx context.Context, v runtime.Volume, tree int, below bool) (bool, error) {
+func (p *comparison) sameVolume(ctx context.Context, v runtime.Volume, tree int) (bool, error) {
 	m := p.reader.Manifest()
 	to := worktree.Target{Reader: p.reader}
 	changed, err := p.differs(ctx, v.Path, tree, to)
-	if err != nil || !v.Workspace() || !changed && !below {
+	if err != nil || !v.Workspace() || !changed && p.own {
 		return !changed, err
 	}
 	under := m.Below(tree)

@@ -47,9 +47,13 @@ func checkLength(data json.RawMessage) error {
 }
 
 func (b Sandbox) checkRow() error {
-	return recordError("sandbox", errors.Join(checkID("sandbox", b.ID), validSandboxName(b.Name),
+	errs := []error{checkID("sandbox", b.ID), validSandboxName(b.Name),
 		checkMaybeName(b.Backend),
-		checkMaybeName(b.Head), checkMaybe("lease", b.Lease), checkMaybeName(b.Group), checkLength(b.Spec)))
+		checkMaybeName(b.Head), checkMaybe("lease", b.Lease), checkMaybeName(b.Group), checkLength(b.Spec)}
+	for _, id := range b.Redo {
+		errs = append(errs, checkID("checkpoint", id))
+	}
+	return recordError("sandbox", errors.Join(errs...))
 }
 
 func (c Checkpoint) checkRow() error {

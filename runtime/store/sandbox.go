@@ -23,6 +23,7 @@ type Sandbox struct {
 	ImageDigest string
 	Lower       []string // the image's directories, top first
 	Head        string   // id of the checkpoint it was last at
+	Redo        []string // ids of the checkpoints that redo leads to, the next first; some may be gone
 	Attempt     int
 	Created     time.Time // zero: now
 	Labels      map[string]string
@@ -33,7 +34,7 @@ type Sandbox struct {
 	Group       string // may be empty
 }
 
-const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held, lease, member_of, starter"
+const sandboxColumns = "id, name, backend, spec, image, image_digest, lower, head, attempt, created, labels, kept, held, lease, member_of, starter, redo"
 
 // records are the rows of the database that are what a caller reads and writes: sandboxes,
 // checkpoints, tags, leases, effects and the journal.
@@ -84,9 +85,10 @@ func (r *records) PutSandbox(ctx context.Context, b Sandbox) error {
 			return err
 		}
 		_, err = tx.ExecContext(ctx, "INSERT INTO sandboxes ("+sandboxColumns+
-			") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+			") VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
 			b.ID, b.Name, b.Backend, string(b.Spec), b.Image, b.ImageDigest, encode(b.Lower), b.Head, b.Attempt,
-			b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group, b.Starter)
+			b.Created.UnixNano(), encode(b.Labels), b.Kept, b.Held, b.Lease, b.Group, b.Starter,
+			strings.Join(b.Redo, " "))
 		return err
 	})
 }
@@ -146,14 +148,14 @@ func (r *records) sandboxes(ctx context.Context, where string, args ...any) (lis
 	defer rows.Close()
 	for rows.Next() {
 		var b Sandbox
-		var spec, lower, labels string
+		var spec, lower, labels, redo string
 		var created int64
 		err := rows.Scan(&b.ID, &b.Name, &b.Backend, &spec, &b.Image, &b.ImageDigest, &lower, &b.Head, &b.Attempt,
-			&created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group, &b.Starter)
+			&created, &labels, &b.Kept, &b.Held, &b.Lease, &b.Group, &b.Starter, &redo)
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}
-		b.Spec = raw(spec)
+		b.Spec, b.Redo = raw(spec), strings.Fields(redo)
 		b.Created = time.Unix(0, created).UTC()
 		if err := errors.Join(json.Unmarshal([]byte(lower), &b.Lower),
 			json.Unmarshal([]byte(labels), &b.Labels)); err != nil {
@@ -173,23 +175,35 @@ func (r *records) sandboxes(ctx context.Context, where string, args ...any) (lis
 	return list, nil
 }
 
-// Heads returns the head checkpoint of each sandbox; empty: none.
-func (r *records) Heads(ctx context.Context) (map[string]string, error) {
-	heads := map[string]string{}
-	err := r.query(ctx, "SELECT id, head FROM sandboxes", nil, func(row *sql.Rows) error {
-		var id, head string
-		err := row.Scan(&id, &head)
-		heads[id] = head
-		return err
-	})
-	return heads, err
+// Position is where a sandbox stands in its history.
+type Position struct {
+	Head string   // id of the checkpoint it was last at; empty: none
+	Redo []string // ids of the checkpoints that redo leads to
 }
 
-// SetHead records which checkpoint a sandbox is at and which attempt it is on. It
-// is durable with the end of the intent that it is part of.
-func (r *records) SetHead(ctx context.Context, id, head string, attempt int) error {
+// Positions returns where each sandbox stands.
+func (r *records) Positions(ctx context.Context) (map[string]Position, error) {
+	all := map[string]Position{}
+	err := r.query(ctx, "SELECT id, head, redo FROM sandboxes", nil, func(row *sql.Rows) error {
+		var id, head, redo string
+		err := row.Scan(&id, &head, &redo)
+		all[id] = Position{head, strings.Fields(redo)}
+		return err
+	})
+	return all, err
+}
+
+// SetHead records which checkpoint a sandbox is at, where redo leads from there, and which attempt it
+// is on. It is durable with the end of the intent that it is part of.
+func (r *records) SetHead(ctx context.Context, id, head string, attempt int, redo ...string) error {
+	for _, c := range redo {
+		if err := checkID("checkpoint", c); err != nil {
+			return err
+		}
+	}
 	return r.lazily(ctx, "set head", func(tx *sql.Tx) error {
-		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET head = ?, attempt = ? WHERE id = ?", head, attempt, id)
+		res, err := tx.ExecContext(ctx, "UPDATE sandboxes SET head = ?, attempt = ?, redo = ? WHERE id = ?", head, attempt,
+			strings.Join(redo, " "), id)
 		if err != nil {
 			return err
 		}

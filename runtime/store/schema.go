@@ -149,6 +149,8 @@ var migrations = []string{
 	`UPDATE checkpoints SET pulled = 1 WHERE trigger_name = 'import';`,
 	// What a checkpoint is, in its maker's words.
 	`ALTER TABLE checkpoints ADD COLUMN message TEXT NOT NULL DEFAULT '';`,
+	// Where redo leads: ids with a space between them.
+	`ALTER TABLE sandboxes ADD COLUMN redo TEXT NOT NULL DEFAULT '';`,
 }
 
 func (d *database) migrate(ctx context.Context) error {
@@ -200,7 +202,7 @@ func (d *database) migrate(ctx context.Context) error {
 }
 
 // schemaSum is the sum of what all migrations leave in sqlite_schema.
-const schemaSum = "4eb27a99cabf86817f202ddb9eb1851d27a50828a00828c05951cc7729239e48"
+const schemaSum = "815ce4859cb85b11d7eccb96c6d7a049dfaee9d630a650e8eaf4c728b9d04a13"
 
 // checkSchema refuses a database that the migrations would not have made: what else can be in a
 // schema (triggers, views, columns that are computed) has SQLite do more than it is asked to.

@@ -84,6 +84,22 @@ func unknown[I any](r *request[I]) error {
 	return r.unsettled(&runtime.Error{Err: fmt.Errorf("%w: the first try was interrupted, or failed halfway, and how much of it was done is not known", runtime.ErrState), Hint: "Look, and use another key."})
 }
 
+// stepping does undo or redo: done twice it goes further.
+func stepping(
+	ctx context.Context, h *Handler, r *request[runtime.UndoOptions],
+	do func(context.Context, string, runtime.UndoOptions) (runtime.Restored, error),
+) (runtime.Restored, error) {
+	if err := unknown(r); err != nil {
+		return runtime.Restored{}, err
+	}
+	r.in.Progress = stepped(r)
+	out, err := do(ctx, r.ref, r.in)
+	if err == nil {
+		h.opts.Metrics.restored(out)
+	}
+	return out, err
+}
+
 // errAnswered keeps once from answering: the stream has.
 var errAnswered = errors.New("answered")
 

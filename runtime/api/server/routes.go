@@ -388,6 +388,22 @@ func (h *Handler) checkpointRoutes() []route {
 			func(ctx context.Context, r *request[runtime.RestoreOptions]) (runtime.RestorePlan, error) {
 				return svc.PlanRestore(ctx, r.ref, r.in)
 			}).heavily(),
+		verb(h, "/v1/sandboxes/{sandbox}/undo", "Go back in a sandbox's history by steps",
+			func(ctx context.Context, r *request[runtime.UndoOptions]) (runtime.Restored, error) {
+				return stepping(ctx, h, r, svc.Undo)
+			}).heavily().withProgress(runtime.Step{}),
+		verb(h, "/v1/sandboxes/{sandbox}/redo", "Go forward again to what undo has left",
+			func(ctx context.Context, r *request[runtime.UndoOptions]) (runtime.Restored, error) {
+				return stepping(ctx, h, r, svc.Redo)
+			}).heavily().withProgress(runtime.Step{}),
+		verb(h, "/v1/sandboxes/{sandbox}/undo/plan", "Tell what undo, or redo, would change",
+			func(ctx context.Context, r *request[runtime.UndoOptions]) (runtime.RestorePlan, error) {
+				return svc.PlanUndo(ctx, r.ref, r.in)
+			}).heavily(),
+		query(h, "/v1/sandboxes/{sandbox}/undo/list", "List where undo and redo lead",
+			func(ctx context.Context, r *request[wire.None]) (runtime.UndoList, error) {
+				return svc.UndoList(ctx, r.ref)
+			}),
 		verb(h, "/v1/sandboxes/{sandbox}/fork", "Start new sandboxes from a checkpoint",
 			func(ctx context.Context, r *request[wire.ForkBody]) ([]runtime.Forked, error) {
 				if err := unknown(r); err != nil {

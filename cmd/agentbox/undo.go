@@ -1,0 +1,231 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"strconv"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+type undoOptions struct {
+	redo      bool
+	List      bool
+	FilesOnly bool
+	DryRun    bool
+	NoEffects bool
+	NoAttach  bool
+	Timeout   time.Duration
+	Format    string
+}
+
+func (o *undoOptions) addFlags(fl *pflag.FlagSet) {
+	fl.BoolVarP(&o.List, "list", "l", false, "list where undo and redo lead, and change nothing")
+	fl.BoolVar(&o.FilesOnly, "files", false, "leave the processes out; the command starts afresh")
+	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
+	fl.BoolVar(&o.NoEffects, "no-effects", false, "run no undo commands of effects; they stay on the ledger")
+	fl.BoolVar(&o.NoAttach, "no-attached", false, "leave the host files alone that belong to the checkpoint")
+	fl.DurationVar(&o.Timeout, "timeout", 0, "give up after this `DURATION`, e.g. 60s")
+	o.Format = "name"
+	fl.Var(choice(&o.Format, "name", formatJSON), "format", "print as `FORMAT`: name or json")
+}
+
+func newUndoCommand(a *app) *cobra.Command {
+	return undoCommand(a, &undoOptions{}, &cobra.Command{
+		Use:   "undo [flags] SANDBOX [N]",
+		Short: "Put a sandbox back by N steps",
+		Long: `Undo goes one step back, or N: to a checkpoint, with its files and its processes. When files have changed since
+the checkpoint that the sandbox is at (HEAD), the first step leads there, else to the one before it.
+'agentbox redo' goes forward again, to where the first undo began, until there is a new checkpoint
+or another restore.
+
+It is a restore, with all that 'agentbox restore' says: what it replaces is kept first, undo commands of
+effects are run (--no-effects: not), host files are put back (--no-attached: not), and what cannot
+be proven changes nothing. 'agentbox restore --undo' takes the last one back.
+
+Checkpoints are steps, whatever took them: 'agentbox checkpoint', and in a sandbox with a workspace each exec
+that has changed a file.
+
+--list shows the steps: how many back each one is, what it was, how many paths were added (+), changed
+(~) and deleted (-) since the step before it, and how old it is. "now" is where the sandbox is, and
+redo 1 where redo leads. --dry-run shows what would change, as that of 'agentbox restore' does.
+
+It prints the sandbox's name; with --format json what 'agentbox restore' prints, and redo: how many
+steps redo can go. With --list that is one object: sandbox, sandbox_name, changed (files have changed since
+HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, with back.`,
+		Example: `  agentbox undo c
+  agentbox undo c 3
+  agentbox undo --list c
+  agentbox undo --dry-run c
+  agentbox undo --files c
+  agentbox undo --list --format json c | jq -r '.steps[] | select(.back == 2) | .id'`,
+	})
+}
+
+func newRedoCommand(a *app) *cobra.Command {
+	return undoCommand(a, &undoOptions{redo: true}, &cobra.Command{
+		Use:   "redo [flags] SANDBOX [N]",
+		Short: "Put a sandbox forward again by N steps, after undo",
+		Long: `Redo goes one step forward, or N, to what 'agentbox undo' has left: over each step that undo has
+passed, to the files and processes that were there when the first undo began. A new checkpoint, and any
+other restore, end that. Files that were changed after the undo are kept as a restore keeps what it
+replaces: 'agentbox restore --undo' brings them back.`,
+		Example: `  agentbox redo c
+  agentbox redo c 2
+  agentbox redo --list c`,
+	})
+}
+
+func undoCommand(a *app, opts *undoOptions, cmd *cobra.Command) *cobra.Command {
+	cmd.Annotations = exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported)
+	cmd.Args = args(1, 2)
+	cmd.ValidArgsFunction = a.completeOneSandbox(nil)
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		n := 1
+		if len(args) > 1 {
+			var err error
+			if n, err = strconv.Atoi(args[1]); err != nil || n < 1 {
+				return usageErrorf("N is %q: give it a number of steps, from 1 on", args[1])
+			}
+		}
+		if opts.Timeout < 0 {
+			return usageErrorf("--timeout %v: must not be negative", opts.Timeout)
+		}
+		if opts.List && (opts.DryRun || opts.FilesOnly || len(args) > 1) {
+			return usageErrorf("--list shows all steps, and goes to none")
+		}
+		uo := runtime.UndoOptions{
+			Steps: n, FilesOnly: opts.FilesOnly, NoEffects: opts.NoEffects, NoAttached: opts.NoAttach,
+			Timeout: opts.Timeout, Redo: opts.redo,
+		}
+		ctx := cmd.Context()
+		return a.service(ctx, func(svc runtime.Service) error {
+			switch {
+			case opts.List:
+				return runUndoList(ctx, opts.Format, args[0], svc, a.stdout, a.now())
+			case opts.DryRun:
+				return runPlan(opts.Format, a.stdout, func() (runtime.RestorePlan, error) {
+					return svc.PlanUndo(ctx, args[0], uo)
+				})
+			}
+			return runUndo(ctx, uo, opts.Format, args[0], svc, a.stdout, a.stderr)
+		})
+	}
+	opts.addFlags(cmd.Flags())
+	completeFlags(cmd)
+	return cmd
+}
+
+func runUndo(
+	ctx context.Context, opts runtime.UndoOptions, format, sandbox string, svc runtime.Service, stdout, stderr io.Writer,
+) error {
+	do, what := svc.Undo, "undo"
+	if opts.Redo {
+		do, what = svc.Redo, "redo"
+	}
+	update, end := watchSteps(stderr, what)
+	defer end()
+	opts.Progress = update
+	r, err := do(ctx, sandbox, opts)
+	end()
+	return showRestored(r, err, format, stepSummary, stdout, stderr)
+}
+
+// stepSummary says where undo or redo has led.
+func stepSummary(r runtime.Restored) string {
+	s := fmt.Sprintf("%s is at step %s (%s)", r.Sandbox.Name, shorten(r.Checkpoint.ID, 13), stepText(r.Checkpoint))
+	if r.Down > 0 {
+		s += ", down " + durationText(r.Down)
+	}
+	if r.Redo == 0 {
+		return s
+	}
+	return s + fmt.Sprintf(", %s back; redo with: agentbox redo %s", countText(int64(r.Redo), "step"), r.Sandbox.Name)
+}
+
+// stepText says in a few words what a checkpoint is.
+func stepText(c runtime.Checkpoint) string {
+	switch {
+	case c.Name != "":
+		return c.Name
+	case c.Message != "":
+		return messageText(c.Message)
+	case c.Trigger == runtime.TriggerUndo:
+		return "before undo"
+	}
+	return c.Trigger
+}
+
+func runUndoList(
+	ctx context.Context, format, sandbox string, svc runtime.Service, stdout io.Writer, now time.Time,
+) error {
+	l, err := svc.UndoList(ctx, sandbox)
+	if err != nil {
+		return err
+	}
+	out := bufio.NewWriter(stdout)
+	if format == formatJSON {
+		l.Steps = notNull(l.Steps)
+		for i := range l.Steps {
+			l.Steps[i].Checkpoint = documentedCheckpoint(l.Steps[i].Checkpoint)
+		}
+		err = printJSON(out, l)
+	} else {
+		err = printUndoList(out, l, now)
+	}
+	if err != nil {
+		return err
+	}
+	return out.Flush()
+}
+
+// printUndoList fits a terminal of 80 columns.
+func printUndoList(out io.Writer, l runtime.UndoList, now time.Time) error {
+	t := newTable(out, "STEP", "CHECKPOINT", "WHAT", "KIND", "AGE")
+	changed := func() { t.row("now", "-", "files have changed since", "", "") }
+	pending := l.Changed
+	for _, s := range l.Steps {
+		step := strconv.Itoa(s.Back)
+		switch {
+		case s.Back == 0:
+			step = "now"
+		case s.Back < 0:
+			step = "redo " + strconv.Itoa(-s.Back)
+		case pending:
+			changed()
+			pending = false
+		}
+		t.row(step, shortID(s.ID), clipText(stepText(s.Checkpoint), 30), s.Kind, shortAge(now.Sub(s.Created)))
+	}
+	if pending {
+		changed()
+	}
+	return t.flush()
+}
+
+// clipText is the beginning of a text that is too long for a column.
+func clipText(s string, most int) string {
+	if r := []rune(s); len(r) > most {
+		return string(r[:most-1]) + "…"
+	}
+	return s
+}
+
+// shortAge is an age in one unit.
+func shortAge(d time.Duration) string {
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", max(0, int(d.Seconds())))
+	case d < time.Hour:
+		return fmt.Sprintf("%dm", int(d.Minutes()))
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", int(d.Hours()))
+	}
+	return fmt.Sprintf("%dd", int(d.Hours()/24))
+}
