@@ -68,11 +68,6 @@ type Spec struct {
 // each of its checkpoints.
 const MountWorkspace = "workspace"
 
-// HasWorkspace reports whether the sandbox has a workspace.
-func (s Spec) HasWorkspace() bool {
-	return slices.ContainsFunc(s.Mounts, func(m Mount) bool { return m.Type == MountWorkspace })
-}
-
 // Mount is a bind mount, a workspace, a named volume of the engine, or a tmpfs. Of these only a
 // workspace is part of a checkpoint's files.
 type Mount struct {

@@ -55,6 +55,20 @@ func TestHere(t *testing.T) {
 				t.Errorf("%s in %q: code %d, %q, checkpoint %q: %s", c.args, at, r.code, r.stdout, f.reOpts.Checkpoint, r.stderr)
 			}
 		}
+		for _, c := range []struct {
+			args, sandbox string
+			steps         int
+		}{
+			{"undo", "box", 1}, {"undo 3", "box", 3}, {"redo 2", "box", 2}, {"undo other", "other", 1}, {"undo other 12", "other", 12},
+		} {
+			f := overDir(dir, "box")
+			f.sandboxes = append(f.sandboxes, runtime.Sandbox{ID: "0123", Name: "other", Status: runtime.Running})
+			r := try(t, f, "", strings.Fields(c.args)...)
+			if r.code != 0 || f.undoOpts.Steps != c.steps ||
+				!slices.ContainsFunc(f.calls, func(call string) bool { return strings.Contains(call, "do "+c.sandbox) }) {
+				t.Errorf("%s in %q: code %d, %d steps, %q: %s", c.args, at, r.code, f.undoOpts.Steps, f.calls, r.stderr)
+			}
+		}
 		for _, verb := range []string{"log", "checkpoint", "attach", "diff"} {
 			f := overDir(dir, "box")
 			f.program = func(context.Context, runtime.Streams, <-chan string) (int, error) { return 0, nil }

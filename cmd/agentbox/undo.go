@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -38,7 +39,7 @@ func (o *undoOptions) addFlags(fl *pflag.FlagSet) {
 
 func newUndoCommand(a *app) *cobra.Command {
 	return undoCommand(a, &undoOptions{}, &cobra.Command{
-		Use:   "undo [flags] SANDBOX [N]",
+		Use:   "undo [flags] [SANDBOX] [N]",
 		Short: "Put a sandbox back by N steps",
 		Long: `Undo goes one step back, or N: to a checkpoint, with its files and its processes. When files have changed since
 the checkpoint that the sandbox is at (HEAD), the first step leads there, else to the one before it.
@@ -61,6 +62,7 @@ steps redo can go. With --list that is one object: sandbox, sandbox_name, change
 HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, with back.`,
 		Example: `  agentbox undo c
   agentbox undo c 3
+  agentbox undo 3                           # in the directory of a workspace
   agentbox undo --list c
   agentbox undo --dry-run c
   agentbox undo --files c
@@ -70,7 +72,7 @@ HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, with ba
 
 func newRedoCommand(a *app) *cobra.Command {
 	return undoCommand(a, &undoOptions{redo: true}, &cobra.Command{
-		Use:   "redo [flags] SANDBOX [N]",
+		Use:   "redo [flags] [SANDBOX] [N]",
 		Short: "Put a sandbox forward again by N steps, after undo",
 		Long: `Redo goes one step forward, or N, to what 'agentbox undo' has left: over each step that undo has
 passed, to the files and processes that were there when the first undo began. A new checkpoint, and any
@@ -82,22 +84,32 @@ replaces: 'agentbox restore --undo' brings them back.`,
 	})
 }
 
+// stepsPattern is an N where SANDBOX is left out: no prefix of an id is so short.
+var stepsPattern = lazy.Regexp(`^[0-9]{1,3}$`)
+
 func undoCommand(a *app, opts *undoOptions, cmd *cobra.Command) *cobra.Command {
 	cmd.Annotations = exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt, exitDenied, exitUnsupported)
-	cmd.Args = args(1, 2)
+	cmd.Args = args(0, 2)
 	cmd.ValidArgsFunction = a.completeOneSandbox(nil)
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		box, steps := args, ""
+		switch {
+		case len(args) == 2:
+			box, steps = args[:1], args[1]
+		case len(args) == 1 && stepsPattern().MatchString(args[0]):
+			box, steps = nil, args[0]
+		}
 		n := 1
-		if len(args) > 1 {
+		if steps != "" || len(args) == 2 {
 			var err error
-			if n, err = strconv.Atoi(args[1]); err != nil || n < 1 {
-				return usageErrorf("N is %q: give it a number of steps, from 1 on", args[1])
+			if n, err = strconv.Atoi(steps); err != nil || n < 1 {
+				return usageErrorf("N is %q: give it a number of steps, from 1 on", steps)
 			}
 		}
 		if opts.Timeout < 0 {
 			return usageErrorf("--timeout %v: must not be negative", opts.Timeout)
 		}
-		if opts.List && (opts.DryRun || opts.FilesOnly || len(args) > 1) {
+		if opts.List && (opts.DryRun || opts.FilesOnly || steps != "") {
 			return usageErrorf("--list shows all steps, and goes to none")
 		}
 		uo := runtime.UndoOptions{
@@ -105,16 +117,16 @@ func undoCommand(a *app, opts *undoOptions, cmd *cobra.Command) *cobra.Command {
 			Timeout: opts.Timeout, Redo: opts.redo,
 		}
 		ctx := cmd.Context()
-		return a.service(ctx, func(svc runtime.Service) error {
+		return a.onSandbox(ctx, box, func(svc runtime.Service, sandbox string, _ []string) error {
 			switch {
 			case opts.List:
-				return runUndoList(ctx, opts.Format, args[0], svc, a.stdout, a.now())
+				return runUndoList(ctx, opts.Format, sandbox, svc, a.stdout, a.now())
 			case opts.DryRun:
 				return runPlan(opts.Format, a.stdout, func() (runtime.RestorePlan, error) {
-					return svc.PlanUndo(ctx, args[0], uo)
+					return svc.PlanUndo(ctx, sandbox, uo)
 				})
 			}
-			return runUndo(ctx, uo, opts.Format, args[0], svc, a.stdout, a.stderr)
+			return runUndo(ctx, uo, opts.Format, sandbox, svc, a.stdout, a.stderr)
 		})
 	}
 	opts.addFlags(cmd.Flags())

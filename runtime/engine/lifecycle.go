@@ -122,7 +122,7 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 	}
 	defer lock.Unlock()
 	base := ""
-	if s.HasWorkspace() {
+	if len(s.Workspaces()) > 0 {
 		base = newID()
 	}
 	if err := bx.create(ctx, &locked{Sandbox: row, host: host, lock: lock}, s, base); err != nil {
