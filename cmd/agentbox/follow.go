@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
 
@@ -91,17 +92,17 @@ func (s *session) follow(
 func attached(ctx context.Context, svc runtime.Service, id string, wait func() error) (end exited, err error) {
 	// Wait now, not after the output has ended: with --rm the monitor
 	// removes the sandbox at its exit, and the exit code with it.
-	done := make(chan exited, 1)
-	go func() {
-		code, err := svc.Wait(ctx, id)
-		done <- exited{code, err}
-	}()
+	var code int
+	waited := guard.Start(func() (err error) {
+		code, err = svc.Wait(ctx, id)
+		return err
+	})
 	if err := wait(); err != nil {
 		return end, err
 	}
 	select {
-	case end = <-done:
-		return end, nil
+	case err := <-waited:
+		return exited{code, err}, nil
 	case <-ctx.Done():
 		return end, context.Cause(ctx)
 	}
@@ -194,7 +195,7 @@ func (s *session) redrawn(ctx context.Context, sizes <-chan runtime.Size) <-chan
 		return sizes
 	}
 	out := make(chan runtime.Size)
-	go func() {
+	guard.Go(func() {
 		list := []runtime.Size{{Width: now.Width, Height: max(1, now.Height-1)}, now}
 		for {
 			var next runtime.Size
@@ -213,7 +214,7 @@ func (s *session) redrawn(ctx context.Context, sizes <-chan runtime.Size) <-chan
 				return
 			}
 		}
-	}()
+	})
 	return out
 }
 
@@ -228,20 +229,21 @@ type relay struct {
 
 func newRelay(from io.Reader) *relay {
 	r := &relay{data: make(chan []byte)}
-	go func() {
-		for {
-			buf := make([]byte, 32<<10)
-			n, err := from.Read(buf)
-			if n > 0 {
-				r.data <- buf[:n]
+	guard.Go(func() {
+		r.err = guard.Do(func() error {
+			for {
+				buf := make([]byte, 32<<10)
+				n, err := from.Read(buf)
+				if n > 0 {
+					r.data <- buf[:n]
+				}
+				if err != nil {
+					return err
+				}
 			}
-			if err != nil {
-				r.err = err
-				close(r.data)
-				return
-			}
-		}
-	}()
+		})
+		close(r.data)
+	})
 	return r
 }
 
