@@ -10,6 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/docker/go-units"
+
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -85,7 +87,23 @@ func (s *session) follow(
 	case end.err != nil:
 		return o, reword(end.err, verb, sb.Name)
 	}
+	if end.code == exitKilled {
+		sayLimit(ctx, svc, sb.ID, s.app.stderr)
+	}
 	return o, status(end.code)
+}
+
+// sayLimit says that a sandbox was killed by its memory limit, if it was and is still there.
+func sayLimit(ctx context.Context, svc runtime.Service, id string, stderr io.Writer) {
+	sb, err := svc.Sandbox(ctx, id)
+	if err != nil || !sb.OOMKilled {
+		return
+	}
+	text := sb.Name + " was killed for lack of memory"
+	if limit := sb.Spec.Resources.Memory; limit > 0 {
+		text = sb.Name + " was killed: memory limit " + units.BytesSize(float64(limit))
+	}
+	fmt.Fprintln(stderr, printable(text))
 }
 
 // attached waits until the first process has ended, and then for its output.
