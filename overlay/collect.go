@@ -47,6 +47,11 @@ type CollectOptions struct {
 	// Paranoid reads every file, whatever the cache has.
 	Paranoid bool
 
+	// Below is for a directory that an overlay is laid over: it is collected as the overlay
+	// has it, without what is mounted on directories in it, and it is never to be restored in
+	// place, so that immutable files in it are as good as others.
+	Below bool
+
 	// Skip leaves an entry, and all below it, out, as CaptureOptions.Skip. It
 	// is called from another goroutine, one call at a time.
 	Skip func(path string) bool
@@ -108,6 +113,7 @@ func collect(ctx context.Context, dir, out string, sink Sink, opts CollectOption
 	if err := c.begin(); err != nil {
 		return got, err
 	}
+	c.scan.below = opts.Below
 	root, err := c.scan.open(dir)
 	if err != nil {
 		return got, err

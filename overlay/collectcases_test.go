@@ -173,6 +173,40 @@ func TestCollectRefuses(t *testing.T) {
 	}
 }
 
+// TestCollectBelow: of a directory that an overlay is laid over, what is collected is what the overlay
+// has of it. What is mounted in it is not, nor do immutable files matter.
+func TestCollectBelow(t *testing.T) {
+	base := t.TempDir()
+	src := base + "/src"
+	smallTree(t, src)
+	must(t, os.MkdirAll(src+"/a/mnt/under", 0o750))
+	must(t, os.WriteFile(src+"/a/mnt/file", []byte("of the directory"), 0o600))
+	settle(t)
+	want := walkTree(t, src)
+	must(t, unix.Mount("tmpfs", src+"/a/mnt", "tmpfs", 0, "size=1m"))
+	t.Cleanup(func() { must(t, unix.Unmount(src+"/a/mnt", 0)) })
+	must(t, os.WriteFile(src+"/a/mnt/file", []byte("mounted"), 0o600))
+	must(t, unix.Mount(src+"/a/b", src+"/a/b", "", unix.MS_BIND, ""))
+	t.Cleanup(func() { must(t, unix.Unmount(src+"/a/b", 0)) })
+	for _, set := range []string{"+i", "-i"} {
+		if out, err := exec.Command("chattr", set, src+"/a/b/c").CombinedOutput(); err != nil {
+			t.Fatalf("chattr: %v %s", err, out)
+		}
+		if set == "-i" {
+			break
+		}
+		_, err := Collect(t.Context(), src, base+"/out", nil, CollectOptions{Below: true})
+		if err != nil {
+			t.Error(err)
+		} else if got := collectedTree(t, base+"/out", nil); got != want {
+			t.Errorf("not what the overlay has:\n%s", differingLines(want, got))
+		}
+	}
+	if _, err := Collect(t.Context(), src, base+"/out2", nil, CollectOptions{Tolerant: true}); !errors.Is(err, fault.ErrUnsupported) {
+		t.Errorf("not below anything: %v", err)
+	}
+}
+
 type badSink struct{ err error }
 
 func (s badSink) Data(context.Context, int64, io.Reader) (string, []Chunk, error) {

@@ -55,6 +55,7 @@ const statxMask = unix.STATX_BASIC_STATS | unix.STATX_MNT_ID
 type origin struct {
 	major, minor uint32
 	mount        uint64 // 0 where the kernel does not tell
+	below        bool   // CollectOptions.Below
 }
 
 // statx reads an inode's attributes into the entry and checks that it lies on
@@ -70,7 +71,7 @@ func (o *origin) statx(fd int, name string, flags int, st *unix.Statx_t, e *Entr
 		return fmt.Errorf("%q is a mount point (device %d:%d, the upperdir is on %d:%d): %w",
 			clip(e.Path), st.Dev_major, st.Dev_minor, o.major, o.minor, fault.ErrUnsupported)
 	}
-	if st.Attributes&(unix.STATX_ATTR_IMMUTABLE|unix.STATX_ATTR_APPEND) != 0 {
+	if st.Attributes&(unix.STATX_ATTR_IMMUTABLE|unix.STATX_ATTR_APPEND) != 0 && !o.below {
 		return fmt.Errorf("%q is immutable or append-only (chattr +i, +a), which cannot be restored: %w",
 			clip(e.Path), fault.ErrUnsupported)
 	}

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	goruntime "runtime"
 	"slices"
@@ -63,6 +64,7 @@ type scan struct {
 	origin  origin
 	content content
 	skip    func(path string) bool // may be nil
+	below   bool                   // CollectOptions.Below
 	batches sync.Pool
 	ordered chan *scanBatch // for the consumer, in order
 	work    chan *scanBatch // the same batches, for the workers
@@ -150,18 +152,40 @@ func (s *scan) open(dir string) (*dirFD, error) {
 	if err != nil {
 		return nil, pathError("open", dir, err)
 	}
+	if s.below {
+		if fd, err = alone(fd); err != nil {
+			return nil, pathError("open", dir, err)
+		}
+	}
 	var st unix.Statx_t
 	if err := unix.Statx(fd, "", unix.AT_EMPTY_PATH, statxMask, &st); err != nil {
 		_ = unix.Close(fd)
 		return nil, pathError("stat", dir, err)
 	}
-	s.origin = origin{major: st.Dev_major, minor: st.Dev_minor}
+	s.origin = origin{major: st.Dev_major, minor: st.Dev_minor, below: s.below}
 	if st.Mask&unix.STATX_MNT_ID != 0 {
 		s.origin.mount = st.Mnt_id
 	}
 	d := &dirFD{fd: fd}
 	d.refs.Store(1)
 	return d, nil
+}
+
+// alone returns an open directory anew, in a mount of its own that has nothing mounted in it. It
+// closes the given descriptor. Where the kernel makes no such mount, it is the same directory.
+func alone(dir int) (int, error) {
+	mnt, err := unix.OpenTree(dir, "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
+	if err != nil {
+		return dir, nil // one that is in no mount namespace of ours
+	}
+	// Private, for a clone is a peer of what it was made of: what is mounted there would appear here.
+	err = unix.MountSetattr(mnt, "", unix.AT_EMPTY_PATH, &unix.MountAttr{Propagation: unix.MS_PRIVATE})
+	fd := -1
+	if err == nil {
+		fd, err = unix.Openat(mnt, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	}
+	// The mount lives on until the last file in it is closed.
+	return fd, errors.Join(err, unix.Close(mnt), unix.Close(dir))
 }
 
 // linkGroup is an inode of which not all names have been seen.

@@ -288,6 +288,34 @@ func TestWorkspaceBusy(t *testing.T) {
 	equal(b, "what it sees", b.inside("s"), then)
 }
 
+// TestWorkspaceOdd: a directory with what no checkpoint of a sandbox's own files could have, and one
+// that a sandbox before it has read already.
+func TestWorkspaceOdd(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	put(t, dir, "mnt/under", "of the directory\n")
+	mnt := filepath.Join(dir, "mnt")
+	if err := syscall.Mount("tmpfs", mnt, "tmpfs", 0, "size=1m"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = syscall.Unmount(mnt, 0) })
+	put(t, dir, "mnt/over", "mounted\n")
+	for i, name := range []string{"s", "t"} {
+		b.start(name, "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+		equal(b, "what is below the mount", b.sh(name, "ls /work/mnt; cat /work/mnt/under"), "under\nof the directory")
+		saw := b.inside(name)
+		b.checkpoint("--name", "one", name)
+		b.sh(name, wreck+"; rm /work/mnt/under")
+		b.ok("restore", name, "one")
+		equal(b, "restored", b.inside(name), saw)
+		added := decode[[]struct{ Added, Bytes int64 }](b, b.ok("checkpoint", "ls", "--format", "json", name))
+		if base := added[len(added)-1]; i > 0 && base.Added*2 > base.Bytes {
+			t.Errorf("the base of %s added %d bytes of %d", name, base.Added, base.Bytes)
+		}
+	}
+}
+
 // TestWorkspaceKilled kills restores over a changed directory: afterwards the workspace shows what it
 // showed before or what the checkpoint has, and the directory is what it was.
 func TestWorkspaceKilled(t *testing.T) {

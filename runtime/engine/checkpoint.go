@@ -286,7 +286,7 @@ func (cs *checkpoints) prepare(
 	for i, v := range k.parts.Volumes {
 		at := slices.IndexFunc(c.Volumes, func(have runtime.Volume) bool { return have.Name == v.Name })
 		if tree := (worktree.Tree{Dir: c.Volumes[at].Path, Number: 1 + i, Home: home}); v.Below {
-			tree.Dir = c.Volumes[at].Lower
+			tree.Dir, tree.Below = c.Volumes[at].Lower, true
 			k.below = append(k.below, tree)
 		} else {
 			k.trees = append(k.trees, tree)

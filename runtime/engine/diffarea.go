@@ -77,7 +77,7 @@ func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, r
 			}
 		}
 		home := worktree.Home{Store: d.e.store, Sandbox: d.sb.ID, Log: d.e.log}
-		t := worktree.Tree{Dir: a.lower[0], Number: below, Home: home}
+		t := worktree.Tree{Dir: a.lower[0], Number: below, Below: true, Home: home}
 		out := filepath.Join(d.scratch, fmt.Sprintf("%d-%d", i, below))
 		changed, err := t.Differs(ctx, out, to)
 		if err != nil {

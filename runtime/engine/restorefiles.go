@@ -58,7 +58,7 @@ func (r *filesPart) findMoved(ctx context.Context, from *store.Reader) (map[int]
 			}
 			r.scratch = dir
 		}
-		t := worktree.Tree{Dir: r.c.Volumes[at].Lower, Number: below, Home: r.e.checkpoints.home(r.sb)}
+		t := worktree.Tree{Dir: r.c.Volumes[at].Lower, Number: below, Below: true, Home: r.e.checkpoints.home(r.sb)}
 		out := filepath.Join(r.scratch, fmt.Sprintf("%s-%d", m.ID, below))
 		if err := os.RemoveAll(out); err != nil {
 			return nil, err

@@ -119,6 +119,7 @@ func (p *comparison) sameVolume(ctx context.Context, v runtime.Volume, tree int)
 		return false, nil
 	}
 	lower := p.tree(v.Lower, under)
+	lower.Below = true
 	moved, err := lower.Differs(ctx, p.out(under), to)
 	if err != nil {
 		return false, fmt.Errorf("read %s, below workspace %s: %w", v.Lower, v.Name, err)

@@ -2,6 +2,8 @@ package store
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"os"
 	"path/filepath"
@@ -19,6 +21,19 @@ const freshCache = time.Hour
 // only more to read. It goes with the sandbox.
 func (d *dirs) FileCachePath(sandbox string, n int) string {
 	return filepath.Join(d.cacheDir(), sandbox+"."+strconv.Itoa(n))
+}
+
+// belowCache begins the names of the file caches of directories below workspaces.
+const belowCache = "below-"
+
+// belowCacheKept is how long the file cache of a directory below workspaces is kept without use.
+const belowCacheKept = 30 * 24 * time.Hour
+
+// BelowCachePath returns the path of the file cache that the sandboxes with a workspace over a
+// directory share. The file may be missing.
+func (d *dirs) BelowCachePath(dir string) string {
+	sum := sha256.Sum256([]byte(dir))
+	return filepath.Join(d.cacheDir(), belowCache+hex.EncodeToString(sum[:]))
 }
 
 // StagedImages returns the directory in which a restore lays out the process images of a sandbox for
@@ -92,7 +107,11 @@ func (s *Store) sweepCaches(ctx context.Context) error {
 		if cache && alive[id] {
 			continue
 		}
-		if info, err := e.Info(); err != nil || !cache && time.Since(info.ModTime()) < freshCache {
+		kept := freshCache
+		if strings.HasPrefix(e.Name(), belowCache) {
+			kept = belowCacheKept
+		}
+		if info, err := e.Info(); err != nil || !cache && time.Since(info.ModTime()) < kept {
 			continue
 		}
 		if err := os.RemoveAll(filepath.Join(s.cacheDir(), e.Name())); err != nil && !errors.Is(err, os.ErrNotExist) {

@@ -155,7 +155,10 @@ func (r *records) sandboxes(ctx context.Context, where string, args ...any) (lis
 		if err != nil {
 			return nil, dbError("read sandboxes", err)
 		}
-		b.Spec, b.Redo = raw(spec), strings.Fields(redo)
+		b.Spec = raw(spec)
+		if redo != "" {
+			b.Redo = strings.Fields(redo)
+		}
 		b.Created = time.Unix(0, created).UTC()
 		if err := errors.Join(json.Unmarshal([]byte(lower), &b.Lower),
 			json.Unmarshal([]byte(labels), &b.Labels)); err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"path/filepath"
 
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -33,14 +34,42 @@ func (t *Tree) Know(ctx context.Context) { t.know(ctx, true) }
 // checkpoint it was built with is: all chunks that it names are then in the store.
 func (t *Tree) know(ctx context.Context, prove bool) {
 	t.base, t.collection = "", ""
-	base, err := overlay.CacheBase(t.cachePath(), prove)
+	if base, ok := t.valid(ctx, t.cachePath(), prove); ok {
+		t.base, t.collection = base, t.cachePath()
+	} else if t.Below {
+		// That base is another sandbox's checkpoint, in which the tree may have another number.
+		if _, ok := t.valid(ctx, t.sharedPath(), true); ok {
+			t.collection = t.sharedPath()
+		}
+	}
+}
+
+// valid reports whether a file cache is valid, and returns the checkpoint that it was built with.
+func (t *Tree) valid(ctx context.Context, path string, prove bool) (base string, ok bool) {
+	base, err := overlay.CacheBase(path, prove)
 	if err != nil {
-		return
+		return "", false
 	}
 	row, err := t.Home.Store.Checkpoint(ctx, base)
-	if err == nil && row.Status == store.Ready && row.Damaged == "" {
-		t.base, t.collection = base, t.cachePath()
+	return base, err == nil && row.Status == store.Ready && row.Damaged == ""
+}
+
+// sharedPath returns the path of the file cache that all sandboxes over a directory share: a new one
+// reads only what has changed since another one's checkpoint.
+func (t *Tree) sharedPath() string { return t.Home.Store.BelowCachePath(t.Dir) }
+
+// share makes the file cache the shared one.
+func (t *Tree) share() error {
+	dir, err := t.Home.Store.Scratch()
+	if err != nil {
+		return err
 	}
+	link := filepath.Join(dir, "cache")
+	err = os.Link(t.collection, link)
+	if err == nil {
+		err = os.Rename(link, t.sharedPath())
+	}
+	return errors.Join(err, remove(dir))
 }
 
 // Remember makes the last collection the file cache. Without the cache the next checkpoint
@@ -53,10 +82,14 @@ func (t *Tree) Remember() error {
 			err = os.Rename(t.collection, path)
 		}
 	}
-	if err == nil {
-		t.collection = path
+	if err != nil {
+		return err
 	}
-	return err
+	t.collection = path
+	if t.Below {
+		return t.share()
+	}
+	return nil
 }
 
 // Forget deletes the file cache.

@@ -44,6 +44,7 @@ type Tree struct {
 	Dir        string `json:"dir"`
 	Number     int    `json:"number"` // in a checkpoint; 0: the upperdir, 1+i: Manifest.Volumes[i]
 	Displacing bool   `json:"aside"`  // a change displaces what it replaces, as the way back
+	Below      bool   `json:"-"`      // it is what an overlay is laid over, and only read
 	Home       Home   `json:"-"`
 
 	base       string          // id of the checkpoint that the file cache is of; empty: none is known
@@ -87,7 +88,7 @@ func (t *Tree) Capture(ctx context.Context, sink overlay.Sink, opts overlay.Coll
 	if err := remove(out); err != nil {
 		return err
 	}
-	opts.Cache, opts.Trust = t.collection, true
+	opts.Cache, opts.Trust, opts.Below = t.collection, true, t.Below
 	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), opts); err != nil {
 		return err
 	}
@@ -123,7 +124,7 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 // a checkpoint has. The collection is the new file out.
 func (t *Tree) Differs(ctx context.Context, out string, to Target) (bool, error) {
 	t.Know(ctx)
-	opts := overlay.CollectOptions{Cache: t.collection, Trust: true, Tolerant: true}
+	opts := overlay.CollectOptions{Cache: t.collection, Trust: true, Tolerant: true, Below: t.Below}
 	got, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts)
 	if err != nil {
 		return false, err
