@@ -163,22 +163,25 @@ const (
 
 // Checkpoint is the documented JSON of `agentbox checkpoint inspect`; it only ever grows.
 type Checkpoint struct {
-	ID          string            `json:"id"`
-	Name        string            `json:"name,omitempty"`
-	Sandbox     string            `json:"sandbox"` // the sandbox's id
-	SandboxName string            `json:"sandbox_name"`
-	Kind        string            `json:"kind"`
-	Status      string            `json:"status"`
-	Error       string            `json:"error,omitempty"` // why it failed
-	Parent      string            `json:"parent"`          // may be empty
-	Trigger     string            `json:"trigger"`
-	Message     string            `json:"message,omitempty"` // what it is, in the words of what asked for it
-	Policy      string            `json:"policy,omitempty"`  // the name of the sandbox's
-	Created     time.Time         `json:"created"`
-	Files       int64             `json:"files"`     // entries in the upperdir
-	Processes   int               `json:"processes"` // 0 for files-only
-	Bytes       int64             `json:"bytes"`     // at rest, of all that it needs
-	Digest      string            `json:"digest"`    // of the manifest
+	ID          string    `json:"id"`
+	Name        string    `json:"name,omitempty"`
+	Sandbox     string    `json:"sandbox"` // the sandbox's id
+	SandboxName string    `json:"sandbox_name"`
+	Kind        string    `json:"kind"`
+	Status      string    `json:"status"`
+	Error       string    `json:"error,omitempty"` // why it failed
+	Parent      string    `json:"parent"`          // may be empty
+	Trigger     string    `json:"trigger"`
+	Message     string    `json:"message,omitempty"` // what it is, in the words of what asked for it
+	Policy      string    `json:"policy,omitempty"`  // the name of the sandbox's
+	Created     time.Time `json:"created"`
+	Files       int64     `json:"files"`     // entries in the upperdir
+	Processes   int       `json:"processes"` // 0 for files-only
+	Bytes       int64     `json:"bytes"`     // at rest, of all that it needs
+	// Changes counts the paths that have changed since its parent, or the image if it has none.
+	// CheckpointInfo, History and UndoList count them; else they are there once counted.
+	Changes     *Changes          `json:"changes,omitempty"`
+	Digest      string            `json:"digest"` // of the manifest
 	ImageDigest string            `json:"image_digest"`
 	Labels      map[string]string `json:"labels"`
 	Frozen      time.Duration     `json:"frozen_ns"` // how long the sandbox was frozen
@@ -200,6 +203,13 @@ type Checkpoint struct {
 	Foreign bool     `json:"foreign,omitempty"`
 	Command []string `json:"command,omitempty"`
 	Asks    []string `json:"asks,omitempty"`
+}
+
+// Changes counts paths of a sandbox, workspaces included, that differ between two states.
+type Changes struct {
+	Added    int64 `json:"added"`
+	Modified int64 `json:"modified"`
+	Deleted  int64 `json:"deleted"`
 }
 
 // AttachedFile is a file of the host that belongs to a checkpoint.

@@ -40,7 +40,8 @@ func newLogCommand(a *app) *cobra.Command {
 that the sandbox was at when it was taken, so that after a restore a new branch begins. HEAD
 marks the one that the sandbox was last at, PINNED those that prune keeps, DAMAGED those that
 verify found damage in; u marks the undo checkpoints that restores took of what they replaced.
-SIZE is all that a checkpoint needs, ADDED what it brought to the store. PARENT is "(deleted)"
+SIZE is all that a checkpoint needs, ADDED what it brought to the store, CHANGES how many paths
+were added (+), modified (~) and deleted (-) since its parent, or since the image. PARENT is "(deleted)"
 where that checkpoint is gone; the line then leads to the nearest one before it that is not;
 of a fork it names the origin's checkpoint, and there a line names the fork. MESSAGE is the first
 line of what 'agentbox checkpoint --message' said, where one has said it. A removed sandbox
@@ -104,6 +105,10 @@ func runLog(
 	if opts.All {
 		header = append(header, "STATUS")
 	}
+	counted := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Changes != nil })
+	if counted {
+		header = append(header, "CHANGES")
+	}
 	messages := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Message != "" })
 	if messages {
 		header = append(header, "MESSAGE")
@@ -150,6 +155,9 @@ func runLog(
 			strconv.Itoa(c.Processes), came}
 		if opts.All {
 			cells = append(cells, c.Status)
+		}
+		if counted {
+			cells = append(cells, changesText(c.Changes))
 		}
 		if messages {
 			cells = append(cells, messageText(c.Message))

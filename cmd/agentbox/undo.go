@@ -199,8 +199,8 @@ func runUndoList(
 
 // printUndoList fits a terminal of 80 columns.
 func printUndoList(out io.Writer, l runtime.UndoList, now time.Time) error {
-	t := newTable(out, "STEP", "CHECKPOINT", "WHAT", "KIND", "AGE")
-	changed := func() { t.row("now", "-", "files have changed since", "", "") }
+	t := newTable(out, "STEP", "CHECKPOINT", "WHAT", "CHANGES", "KIND", "AGE")
+	changed := func() { t.row("now", "-", "files have changed since", "", "", "") }
 	pending := l.Changed
 	for _, s := range l.Steps {
 		step := strconv.Itoa(s.Back)
@@ -213,12 +213,20 @@ func printUndoList(out io.Writer, l runtime.UndoList, now time.Time) error {
 			changed()
 			pending = false
 		}
-		t.row(step, shortID(s.ID), clipText(stepText(s.Checkpoint), 30), s.Kind, shortAge(now.Sub(s.Created)))
+		t.row(step, shortID(s.ID), clipText(stepText(s.Checkpoint), 26), changesText(s.Changes), s.Kind, shortAge(now.Sub(s.Created)))
 	}
 	if pending {
 		changed()
 	}
 	return t.flush()
+}
+
+// changesText counts changes as git does in short, with ~ for what was modified.
+func changesText(c *runtime.Changes) string {
+	if c == nil {
+		return ""
+	}
+	return fmt.Sprintf("+%d ~%d -%d", c.Added, c.Modified, c.Deleted)
 }
 
 // clipText is the beginning of a text that is too long for a column.

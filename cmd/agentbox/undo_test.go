@@ -48,7 +48,7 @@ func TestUndoList(t *testing.T) {
 	step := func(id, message, trigger string, back int) runtime.UndoStep {
 		return runtime.UndoStep{Back: back, Checkpoint: runtime.Checkpoint{
 			ID: strings.Repeat(id, 32), Message: message, Trigger: trigger, Kind: runtime.KindFull,
-			Created: f.checkpoints[0].Created,
+			Created: f.checkpoints[0].Created, Changes: &runtime.Changes{Added: 2, Modified: 1, Deleted: 3},
 		}}
 	}
 	f.undoList = runtime.UndoList{Sandbox: "x", SandboxName: "run", Steps: []runtime.UndoStep{
@@ -57,7 +57,7 @@ func TestUndoList(t *testing.T) {
 	}}
 	r := try(t, f, "", "undo", "--list", "run")
 	for _, line := range []string{
-		"redo 2   aaaaaaaaaaaa   before undo", "redo 1   bbbbbbbbbbbb   a message that is far too lon…   full",
+		"redo 2   aaaaaaaaaaaa   before undo", "redo 1   bbbbbbbbbbbb   a message that is far too…   +2 ~1 -3   full",
 		"now      cccccccccccc   exec", "2        eeeeeeeeeeee   base",
 	} {
 		if !strings.Contains(r.stdout, line) {

@@ -48,7 +48,7 @@ func TestBase(t *testing.T) {
 	// It is a way back, also over what the directory has become.
 	put(upper, "the agent's")
 	put(dir, "mine, too")
-	if _, err := r.Restore(ctx, "c", runtime.RestoreOptions{}); err != nil {
+	if _, err := r.Restore(ctx, "c", runtime.RestoreOptions{Progress: func(runtime.Step) {}}); err != nil {
 		t.Fatal(err)
 	}
 	if got := contents(t, upper)["a"]; got != "mine" {

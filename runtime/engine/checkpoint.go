@@ -723,6 +723,7 @@ func (v checkpointVerbs) CheckpointInfo(ctx context.Context, ref string) (runtim
 			if err != nil {
 				return runtime.Checkpoint{}, err
 			}
+			v.e.checkpoints.countAll(ctx, []*store.Checkpoint{&row})
 			return checkpointView(row), nil
 		})
 }
@@ -774,6 +775,9 @@ func checkpointView(row store.Checkpoint) runtime.Checkpoint {
 		ImageDigest: row.ImageDigest, Labels: labels, Frozen: row.Frozen, Warnings: row.Warnings,
 		Added: row.Added, Unchanged: row.Unchanged, Pinned: row.Pinned, Lease: row.Lease, Tags: row.Tags,
 		Damaged: row.Damaged, Attached: attached, Foreign: row.Foreign,
+	}
+	if row.Changes != nil {
+		view.Changes = (*runtime.Changes)(row.Changes)
 	}
 	if s, err := specOf(row.SandboxID, row.Spec); row.Foreign && err == nil {
 		view.Command, view.Asks = s.Args, asks(s, row.Kind == runtime.KindFull)

@@ -167,21 +167,13 @@ func (d *differ) changesIn(
 ) error {
 	a := areas[i]
 	var list []overlay.Change
-	err := overlay.Diff(ctx, a.sides[0], a.sides[1], overlay.DiffOptions{Lower: a.lower, Paranoid: req.Paranoid},
-		func(c overlay.Change) error {
-			name := a.outside(c.Path)
-			if at, _ := areaOf(areas, name); at != i || i == 0 && d.covered(name) {
-				return nil // it is hidden by what is mounted there
-			}
-			if !d.wants(name) {
-				return nil
-			}
-			if len(list) == limit {
-				return errEnough
-			}
-			list = append(list, c)
-			return nil
-		})
+	err := d.compare(ctx, areas, i, req.Paranoid, func(c overlay.Change) error {
+		if len(list) == limit {
+			return errEnough
+		}
+		list = append(list, c)
+		return nil
+	})
 	enough := errors.Is(err, errEnough)
 	if err != nil && !enough {
 		return err
@@ -202,6 +194,19 @@ func (d *differ) changesIn(
 	return nil
 }
 
+// compare calls fn for each change of one area that can be seen in the sandbox, and is wanted.
+func (d *differ) compare(ctx context.Context, areas []area, i int, paranoid bool, fn func(overlay.Change) error) error {
+	a := areas[i]
+	return overlay.Diff(ctx, a.sides[0], a.sides[1], overlay.DiffOptions{Lower: a.lower, Paranoid: paranoid},
+		func(c overlay.Change) error {
+			name := a.outside(c.Path)
+			if at, _ := areaOf(areas, name); at != i || i == 0 && d.covered(name) || !d.wants(name) {
+				return nil // it is hidden by what is mounted there
+			}
+			return fn(c)
+		})
+}
+
 // differ is one Diff under way.
 type differ struct {
 	e       *core
@@ -210,6 +215,7 @@ type differ struct {
 	readers []*store.Reader
 	managed [2]map[string]store.Managed // nil: not known
 	only    []string                    // what it is limited to; empty: nothing
+	own     bool                        // what was changed below workspaces does not count
 	scratch string                      // a directory for what is read of directories below workspaces; may be empty
 }
 

@@ -69,7 +69,7 @@ func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, r
 		return nil // it had none yet: the directory as it is
 	}
 	to := worktree.Target{Reader: reader}
-	if below := m.Below(n); below > 0 {
+	if below := m.Below(n); below > 0 && !d.own {
 		if d.scratch == "" {
 			var err error
 			if d.scratch, err = d.e.store.Scratch(); err != nil {

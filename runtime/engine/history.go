@@ -35,6 +35,11 @@ func (cs *checkpoints) history(
 	if err != nil {
 		return nil, err
 	}
+	uncounted := make([]*store.Checkpoint, len(rows))
+	for i := range rows {
+		uncounted[i] = &rows[i]
+	}
+	cs.countAll(ctx, uncounted)
 	list := make([]runtime.HistoryEntry, len(rows))
 	at := map[string]int{}
 	for i, row := range rows {

@@ -57,6 +57,7 @@ func (r *filesPart) findMoved(ctx context.Context, from *store.Reader) (map[int]
 				return nil, err
 			}
 			r.scratch = dir
+			r.sb.steps.Begin(runtime.PhaseLooking, 0)
 		}
 		t := worktree.Tree{Dir: r.c.Volumes[at].Lower, Number: below, Below: true, Home: r.e.checkpoints.home(r.sb)}
 		out := filepath.Join(r.scratch, fmt.Sprintf("%s-%d", m.ID, below))

@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/store"
@@ -30,6 +31,7 @@ func (cs *checkpoints) unchanged(
 	if err != nil {
 		return nil, err
 	}
+	sb.steps.Begin(runtime.PhaseLooking, 0)
 	cmp, err := cs.compareWith(ctx, sb, c, row.ID)
 	if err != nil {
 		return nil, err
@@ -52,10 +54,12 @@ func reused(row *store.Checkpoint) (c runtime.Checkpoint) {
 	return c
 }
 
-// comparison compares the files of a sandbox, as they are now, with those of a checkpoint.
+// comparison compares the files of a sandbox, as they are now, with those of a checkpoint, as Diff
+// does: the modification time of a directory alone is no change.
 type comparison struct {
+	cs      *checkpoints
+	sb      *locked
 	c       runtime.Container
-	home    worktree.Home
 	reader  *store.Reader
 	scratch string // a directory for what is collected
 
@@ -75,7 +79,7 @@ func (cs *checkpoints) compareWith(
 	if err != nil {
 		return nil, errors.Join(err, r.Close())
 	}
-	return &comparison{c: c, home: cs.home(sb), reader: r, scratch: dir}, nil
+	return &comparison{cs: cs, sb: sb, c: c, reader: r, scratch: dir}, nil
 }
 
 func (p *comparison) close() error { return errors.Join(p.reader.Close(), os.RemoveAll(p.scratch)) }
@@ -84,7 +88,8 @@ func (p *comparison) close() error { return errors.Join(p.reader.Close(), os.Rem
 // volumes the engine's volumes too. A directory below a workspace that is not what it was makes a
 // difference, unless the workspace shows all the same what it showed then.
 func (p *comparison) same(ctx context.Context, volumes bool) (bool, error) {
-	if changed, err := p.differs(ctx, p.c.Upper, 0, worktree.Target{Reader: p.reader}); changed || err != nil {
+	untouched, err := p.untouched(ctx, p.c.Upper, 0)
+	if err != nil {
 		return false, err
 	}
 	m := p.reader.Manifest()
@@ -92,56 +97,81 @@ func (p *comparison) same(ctx context.Context, volumes bool) (bool, error) {
 		if !volumes && !v.Workspace() {
 			continue
 		}
-		at := slices.IndexFunc(m.Volumes, func(had store.Volume) bool { return had.Name == v.Name && !had.Below })
-		if at < 0 && p.own {
+		tree := 1 + slices.IndexFunc(m.Volumes, func(had store.Volume) bool { return had.Name == v.Name && !had.Below })
+		switch {
+		case tree == 0 && p.own:
 			continue
-		}
-		if at < 0 {
+		case tree == 0:
 			return false, nil
 		}
-		if same, err := p.sameVolume(ctx, v, at+1); !same || err != nil {
+		as, err := p.untouched(ctx, v.Path, tree)
+		if err == nil && as && v.Workspace() && !p.own {
+			as, err = p.untouched(ctx, v.Lower, m.Below(tree))
+		}
+		if err != nil {
+			return false, err
+		}
+		if !as && !v.Workspace() {
+			return false, nil
+		}
+		untouched = untouched && as
+	}
+	if !untouched {
+		return p.shows(ctx, p.own)
+	}
+	d := p.differ(p.own)
+	defer func() { err = errors.Join(err, d.close()) }()
+	_, err = d.sinceCheckpoint(ctx, m.ID)
+	return err == nil && len(d.managedChanges()) == 0, err
+}
+
+// untouched reports whether the file cache shows that a directory is a tree of the checkpoint.
+func (p *comparison) untouched(ctx context.Context, dir string, tree int) (bool, error) {
+	t := worktree.Tree{Dir: dir, Number: tree, Home: p.cs.home(p.sb)}
+	return t.IsUntouched(ctx, filepath.Join(p.scratch, fmt.Sprint(tree)), worktree.Target{Reader: p.reader})
+}
+
+// shows reports whether Diff shows no change since the checkpoint; own: none of the sandbox itself.
+func (p *comparison) shows(ctx context.Context, own bool) (same bool, err error) {
+	d := p.differ(own)
+	defer func() { err = errors.Join(err, d.close()) }()
+	root, err := d.sinceCheckpoint(ctx, p.reader.Manifest().ID)
+	if err == nil {
+		root.lower, err = layers(ctx, p.sb.Sandbox, p.c, p.sb.host)
+	}
+	if errors.Is(err, runtime.ErrUnsupported) {
+		return false, nil // its engine does not tell what lies below
+	}
+	if err != nil {
+		return false, err
+	}
+	areas, err := d.workspaces(ctx, root, "")
+	if err != nil {
+		return false, err
+	}
+	areas = slices.Insert(areas, 0, root)
+	changed := len(d.managedChanges()) > 0
+	for i := 0; i < len(areas) && !changed; i++ {
+		err := d.compare(ctx, areas, i, false, func(overlay.Change) error { return errEnough })
+		if changed = errors.Is(err, errEnough); err != nil && !changed {
 			return false, err
 		}
 	}
-	return true, nil
+	if changed && own && len(areas) > 1 {
+		return p.shows(ctx, false) // a restore may have made them show what the checkpoint has
+	}
+	return !changed, nil
 }
 
-// sameVolume is same for a volume, which is that tree of the checkpoint.
-func (p *comparison) sameVolume(ctx context.Context, v runtime.Volume, tree int) (bool, error) {
-	m := p.reader.Manifest()
-	to := worktree.Target{Reader: p.reader}
-	changed, err := p.differs(ctx, v.Path, tree, to)
-	if err != nil || !v.Workspace() || !changed && p.own {
-		return !changed, err
-	}
-	under := m.Below(tree)
-	if under == 0 {
-		return false, nil
-	}
-	lower := p.tree(v.Lower, under)
-	lower.Below = true
-	moved, err := lower.Differs(ctx, p.out(under), to)
-	if err != nil {
-		return false, fmt.Errorf("read %s, below workspace %s: %w", v.Lower, v.Name, err)
-	}
-	if !moved || !changed {
-		return moved == changed, nil
-	}
-	to.Moved = map[int]worktree.Moved{tree: {Below: under, Now: lower.Entries()}}
-	changed, err = p.differs(ctx, v.Path, tree, to)
-	return !changed, err
+func (p *comparison) differ(own bool) *differ {
+	return &differ{e: p.cs.core, sb: p.sb.Sandbox, c: p.c, own: own}
 }
 
-func (p *comparison) differs(ctx context.Context, dir string, tree int, to worktree.Target) (bool, error) {
-	t, out := p.tree(dir, tree), p.out(tree)
-	if err := os.RemoveAll(out); err != nil {
-		return false, err
+// sinceCheckpoint makes a checkpoint one side of the Diff, and the files as they are the other.
+func (d *differ) sinceCheckpoint(ctx context.Context, checkpoint string) (root area, err error) {
+	root.at = "."
+	for i, ref := range []string{checkpoint, ""} {
+		err = errors.Join(err, d.side(ctx, i, ref, &root, new(runtime.DiffState)))
 	}
-	return t.Differs(ctx, out, to)
+	return root, err
 }
-
-func (p *comparison) tree(dir string, number int) *worktree.Tree {
-	return &worktree.Tree{Dir: dir, Number: number, Home: p.home}
-}
-
-func (p *comparison) out(tree int) string { return filepath.Join(p.scratch, fmt.Sprint(tree)) }

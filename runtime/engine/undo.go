@@ -141,49 +141,39 @@ func (rs *restores) trailOf(ctx context.Context, sb *locked) (t trail, err error
 }
 
 // lineOf returns the steps from a checkpoint back. An undo checkpoint that has the files of the
-// checkpoint before it is no step of its own: what was undone had no changes.
+// checkpoint before it is one step with that: there was nothing to undo but the step itself. The
+// sandbox may be at the undo checkpoint; else the other one stands for both.
 func (rs *restores) lineOf(
 	ctx context.Context, id string, byID map[string]store.Checkpoint,
 ) (line []store.Checkpoint, err error) {
-	for seen := map[string]bool{}; !seen[id]; {
-		seen[id] = true
-		row, ok := byID[id]
-		if !ok {
-			break
+	seen, same := map[string]bool{}, false // same: the row before this one has its files
+	for row, ok := byID[id]; ok && !seen[row.ID]; row, ok = byID[row.Parent] {
+		seen[row.ID] = true
+		switch n := len(line); {
+		case !same:
+			line = append(line, row)
+		case n > 1:
+			line[n-1] = row
 		}
-		n := len(line)
-		if n > 0 && line[n-1].Trigger == runtime.TriggerUndo {
-			same, err := rs.sameFiles(ctx, line[n-1], row)
-			if err != nil {
+		if same = row.Trigger == runtime.TriggerUndo; same {
+			if same, err = rs.sameFiles(ctx, row); err != nil {
 				return nil, err
 			}
-			if same && n > 1 {
-				line[n-1] = row
-			}
-			if same {
-				id = row.Parent
-				continue
-			}
 		}
-		line, id = append(line, row), row.Parent
 	}
 	return line, nil
 }
 
-// sameFiles reports whether two checkpoints have the same files.
-func (rs *restores) sameFiles(ctx context.Context, a, b store.Checkpoint) (same bool, err error) {
-	was, err := rs.store.OpenCheckpoint(ctx, a.ID)
+// sameFiles reports whether a checkpoint has the files of the one before it.
+func (rs *restores) sameFiles(ctx context.Context, row store.Checkpoint) (bool, error) {
+	err := rs.checkpoints.count(ctx, &row)
+	if errors.Is(err, runtime.ErrUnsupported) { // its engine does not tell what lies below
+		return false, nil
+	}
 	if err != nil {
 		return false, err
 	}
-	defer func() { err = errors.Join(err, was.Close()) }()
-	now, err := rs.store.OpenCheckpoint(ctx, b.ID)
-	if err != nil {
-		return false, err
-	}
-	defer func() { err = errors.Join(err, now.Close()) }()
-	m, o := was.Manifest(), now.Manifest()
-	return m.SameTrees(&o), nil
+	return *row.Changes == (store.Changes{}), nil
 }
 
 // changedSince reports whether the sandbox has changed files since its head; without a head they
@@ -285,6 +275,13 @@ func (rs *restores) undoList(ctx context.Context, ref string) (out runtime.UndoL
 		return out, err
 	}
 	out = runtime.UndoList{Sandbox: sb.ID, SandboxName: sb.Name, Changed: t.changed, Steps: []runtime.UndoStep{}}
+	var all []*store.Checkpoint
+	for _, list := range [][]store.Checkpoint{t.at, t.before, t.redo} {
+		for i := range list {
+			all = append(all, &list[i])
+		}
+	}
+	rs.checkpoints.countAll(ctx, all)
 	add := func(row store.Checkpoint, back int) {
 		out.Steps = append(out.Steps, runtime.UndoStep{Checkpoint: checkpointView(row), Back: back})
 	}

@@ -18,42 +18,37 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// past is a model of a sandbox's history. Each state of the files has a number of its own: a change
-// gives them a new one.
+// past is a model of a sandbox's history. Each edit writes what was never written before.
 type past struct {
-	files  map[string]string
-	state  int
-	states int
-	all    map[string]*saved // by id
-	head   string
-	redo   []string
+	files map[string]string
+	edits int
+	all   map[string]*saved // by id
+	head  string
+	redo  []string
 }
 
 // saved is a checkpoint of a past.
 type saved struct {
 	files  map[string]string
-	state  int
 	parent string
 	undo   bool
 }
 
 func (p *past) save(id string, undo bool) {
-	p.all[id] = &saved{maps.Clone(p.files), p.state, p.head, undo}
+	p.all[id] = &saved{maps.Clone(p.files), p.head, undo}
 }
 
-func (p *past) changed() bool { return p.head == "" || p.state != p.all[p.head].state }
+func (p *past) changed() bool { return p.head == "" || !maps.Equal(p.files, p.all[p.head].files) }
 
 // line returns the steps from the head back.
 func (p *past) line() (line []string) {
-	for id := p.head; id != ""; id = p.all[id].parent {
-		n := len(line)
-		if n > 0 && p.all[line[n-1]].undo && p.all[line[n-1]].state == p.all[id].state {
-			if n > 1 {
-				line[n-1] = id
-			}
-			continue
+	before := ""
+	for id := p.head; id != ""; before, id = id, p.all[id].parent {
+		if before == "" || !p.all[before].undo || !maps.Equal(p.all[before].files, p.all[id].files) {
+			line = append(line, id)
+		} else if len(line) > 1 {
+			line[len(line)-1] = id
 		}
-		line = append(line, id)
 	}
 	return line
 }
@@ -70,7 +65,7 @@ func (p *past) back() []string {
 func (p *past) restore(to, undo string, redo []string) {
 	p.save(undo, true)
 	p.head, p.redo = to, redo
-	p.files, p.state = maps.Clone(p.all[to].files), p.all[to].state
+	p.files = maps.Clone(p.all[to].files)
 	stays := map[string]bool{undo: true}
 	for id := to; id != ""; id = p.all[id].parent {
 		stays[id] = true
@@ -145,8 +140,7 @@ func TestUndoRedo(t *testing.T) {
 		}
 		actions := map[string]func(*rapid.T){
 			"edit": func(rt *rapid.T) {
-				p.states++
-				p.state = p.states
+				p.edits++
 				file := rapid.SampledFrom([]string{"a", "b", "c"}).Draw(rt, "file")
 				path := filepath.Join(upper, file)
 				var err error
@@ -154,7 +148,7 @@ func TestUndoRedo(t *testing.T) {
 					delete(p.files, file)
 					err = os.Remove(path)
 				} else {
-					p.files[file] = fmt.Sprint("state ", p.state)
+					p.files[file] = fmt.Sprint("edit ", p.edits)
 					err = os.WriteFile(path, []byte(p.files[file]), 0o644)
 				}
 				if err != nil {
@@ -320,4 +314,52 @@ func TestUndoEnds(t *testing.T) {
 	if _, err := r.Undo(ctx, "other", runtime.UndoOptions{}); !errors.Is(err, runtime.ErrNotFound) {
 		t.Errorf("a sandbox that is not there: %v", err)
 	}
+}
+
+// TestChangesCounted: each checkpoint tells how many paths have changed since its parent, the image or,
+// once that is removed, the one before it.
+func TestChangesCounted(t *testing.T) {
+	r := newRig(t, nil)
+	dir := t.TempDir()
+	put := func(dir, name string) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(name), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(dir, "a")
+	put(dir, "b")
+	sb, upper := r.overWorkspace(t, "c", dir)
+	put(sb.Upperdir, "root")
+	put(upper, "new")
+	put(upper, "a") // of another time
+	first := r.take(t, "c", runtime.CheckpointOptions{})
+	if err := os.Remove(filepath.Join(upper, "new")); err != nil {
+		t.Fatal(err)
+	}
+	put(dir, "mine") // the owner's
+	second := r.take(t, "c", runtime.CheckpointOptions{})
+	third := r.take(t, "c", runtime.CheckpointOptions{})
+	count := func(id string, want runtime.Changes) {
+		t.Helper()
+		all, err := r.History(ctx, "c", runtime.HistoryOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range all {
+			if c.ID == id && (c.Changes == nil || *c.Changes != want) {
+				t.Errorf("changes %v, want %v", c.Changes, want)
+			}
+		}
+		if c, err := r.CheckpointInfo(ctx, id); err != nil || c.Changes == nil || *c.Changes != want {
+			t.Errorf("changes %v, %v, want %v", c.Changes, err, want)
+		}
+	}
+	count(first.ID, runtime.Changes{Added: 2, Modified: 1})
+	count(second.ID, runtime.Changes{Added: 1, Deleted: 1})
+	count(third.ID, runtime.Changes{})
+	if err := r.RemoveCheckpoint(ctx, first.ID); err != nil {
+		t.Fatal(err)
+	}
+	count(second.ID, runtime.Changes{Added: 2, Modified: 1})
 }

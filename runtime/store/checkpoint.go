@@ -46,6 +46,14 @@ type Checkpoint struct {
 	Foreign     bool      // it came from elsewhere, or where it was made is not known
 	Origin      string    // for BeginCheckpoint, of a foreign one: the digest of the manifest that it came with
 	Attached    *Attached // of the host, without their tree; nil: none
+	Changes     *Changes  // since its parent; nil: not counted yet
+}
+
+// Changes counts the paths that differ between two checkpoints.
+type Changes struct {
+	Added    int64 `json:"added"`
+	Modified int64 `json:"modified"`
+	Deleted  int64 `json:"deleted"`
 }
 
 // Filter selects checkpoints; the zero value selects all ready ones.
@@ -64,19 +72,19 @@ const checkpointTags = "(SELECT json_group_array(tag) FROM (SELECT tag FROM tags
 
 func (r *records) checkpoints(ctx context.Context, where string, args ...any) (list []Checkpoint, err error) {
 	rows, err := r.read.QueryContext(ctx, "SELECT "+checkpointColumns+", "+checkpointTags+
-		", pulled, attached FROM checkpoints "+where, args...)
+		", pulled, attached, changes FROM checkpoints "+where, args...)
 	if err != nil {
 		return nil, cancelled(ctx, dbError("read checkpoints", err))
 	}
 	defer rows.Close()
 	for rows.Next() {
 		var c Checkpoint
-		var labels, warnings, spec, tags, attached string
+		var labels, warnings, spec, tags, attached, changes string
 		var created, frozen int64
 		err := rows.Scan(&c.ID, &c.Name, &c.SandboxID, &c.SandboxName, &c.Kind, &c.Status, &c.Error,
 			&c.Parent, &c.Trigger, &created,
 			&c.Files, &c.Processes, &c.Bytes, &c.Digest, &c.ImageDigest, &labels, &frozen, &warnings, &spec, &c.Added,
-			&c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &c.Message, &tags, &c.Foreign, &attached)
+			&c.Unchanged, &c.Damaged, &c.Pinned, &c.Lease, &c.Message, &tags, &c.Foreign, &attached, &changes)
 		if err != nil {
 			return nil, dbError("read checkpoints", err)
 		}
@@ -89,6 +97,11 @@ func (r *records) checkpoints(ctx context.Context, where string, args ...any) (l
 		}
 		if attached != "" {
 			if err := json.Unmarshal([]byte(attached), &c.Attached); err != nil {
+				return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
+			}
+		}
+		if changes != "" {
+			if err := json.Unmarshal([]byte(changes), &c.Changes); err != nil {
 				return nil, fmt.Errorf("record of checkpoint %s: %w: %w", c.ID, fault.ErrCorrupt, err)
 			}
 		}
@@ -300,6 +313,14 @@ func (r *records) SetFrozen(ctx context.Context, id string, d time.Duration) err
 			return errors.Join(err, fmt.Errorf("checkpoint %q: %w", id, fault.ErrNotFound))
 		}
 		return nil
+	})
+}
+
+// SetChanges records what has changed between a checkpoint and its parent, if that still is its parent.
+func (r *records) SetChanges(ctx context.Context, id, parent string, n Changes) error {
+	return r.lazily(ctx, "count changes", func(tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, "UPDATE checkpoints SET changes = ? WHERE id = ? AND parent = ?", encode(n), id, parent)
+		return err
 	})
 }
 

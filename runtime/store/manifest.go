@@ -246,20 +246,6 @@ func (m *Manifest) SameTree(o *Manifest, n int) bool {
 	return a[n].Digest == b[n].Digest
 }
 
-// SameTrees reports whether two checkpoints have the same trees.
-func (m *Manifest) SameTrees(o *Manifest) bool {
-	n := len(m.trees())
-	if n != len(o.trees()) {
-		return false
-	}
-	for i := range n {
-		if !m.SameTree(o, i) {
-			return false
-		}
-	}
-	return true
-}
-
 func (m *Manifest) version() int {
 	if m.Message != "" {
 		return VersionMessage

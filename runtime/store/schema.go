@@ -151,6 +151,8 @@ var migrations = []string{
 	`ALTER TABLE checkpoints ADD COLUMN message TEXT NOT NULL DEFAULT '';`,
 	// Where redo leads: ids with a space between them.
 	`ALTER TABLE sandboxes ADD COLUMN redo TEXT NOT NULL DEFAULT '';`,
+	// How many paths have changed since the parent; empty: not counted yet.
+	`ALTER TABLE checkpoints ADD COLUMN changes TEXT NOT NULL DEFAULT '';`,
 }
 
 func (d *database) migrate(ctx context.Context) error {
@@ -202,7 +204,7 @@ func (d *database) migrate(ctx context.Context) error {
 }
 
 // schemaSum is the sum of what all migrations leave in sqlite_schema.
-const schemaSum = "815ce4859cb85b11d7eccb96c6d7a049dfaee9d630a650e8eaf4c728b9d04a13"
+const schemaSum = "5848981f52754b398a6e18a4b80d6b9b0fef1cf2daf0ef81c244037cf943d390"
 
 // checkSchema refuses a database that the migrations would not have made: what else can be in a
 // schema (triggers, views, columns that are computed) has SQLite do more than it is asked to.

@@ -108,7 +108,7 @@ func (s *Store) finishRemoval(ctx context.Context, id string) error {
 			return err
 		}
 		for _, q := range []string{"UPDATE removed SET bytes = bytes + (SELECT added FROM checkpoints WHERE id = ?2)",
-			"UPDATE checkpoints SET parent = ?1 WHERE parent = ?2", "UPDATE sandboxes SET head = ?1 WHERE head = ?2",
+			"UPDATE checkpoints SET parent = ?1, changes = '' WHERE parent = ?2", "UPDATE sandboxes SET head = ?1 WHERE head = ?2",
 			"UPDATE effects SET head = ?1 WHERE head = ?2", "DELETE FROM tags WHERE checkpoint_id = ?2",
 			"DELETE FROM checkpoints WHERE id = ?2"} {
 			if _, err := tx.ExecContext(ctx, q, parent, id); err != nil {

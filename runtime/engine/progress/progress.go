@@ -257,5 +257,8 @@ func (s *Meter) Reading() overlay.Sink {
 	s.mu.Lock()
 	p := s.now
 	s.mu.Unlock()
+	if p == "" { // no phase has begun
+		return store.Cutter{}
+	}
 	return s.Sink(p, store.Cutter{})
 }

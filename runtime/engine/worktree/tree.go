@@ -123,20 +123,26 @@ func (t *Tree) look(ctx context.Context, opts overlay.CollectOptions) error {
 // Differs collects a directory that may be in use, and reports whether it is not what a tree of
 // a checkpoint has. The collection is the new file out.
 func (t *Tree) Differs(ctx context.Context, out string, to Target) (bool, error) {
+	if untouched, err := t.IsUntouched(ctx, out, to); untouched || err != nil {
+		return false, err
+	}
+	diffs, err := overlay.Compare(to.Entries(ctx, t.Number), t.Entries(), overlay.CompareOptions{Limit: 1})
+	return len(diffs) > 0, err
+}
+
+// IsUntouched collects a directory that may be in use, and reports whether the file cache alone shows
+// that it is what a tree of a checkpoint has; false: it is not known. The collection is the new file out.
+func (t *Tree) IsUntouched(ctx context.Context, out string, to Target) (bool, error) {
 	t.Know(ctx)
 	opts := overlay.CollectOptions{Cache: t.collection, Trust: true, Tolerant: true, Below: t.Below}
 	got, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Reading(), opts)
 	if err != nil {
 		return false, err
 	}
-	t.collection = out
-	if got.Same && to.whole(t.Number) {
-		if same, err := t.baseHas(ctx, to.Reader); same || err != nil {
-			return false, err
-		}
+	if t.collection = out; !got.Same || !to.whole(t.Number) {
+		return false, nil
 	}
-	diffs, err := overlay.Compare(to.Entries(ctx, t.Number), t.Entries(), overlay.CompareOptions{Limit: 1})
-	return len(diffs) > 0, err
+	return t.baseHas(ctx, to.Reader)
 }
 
 // baseHas reports whether the checkpoint that the file cache is of has the same list for the tree
