@@ -6,9 +6,10 @@ import (
 
 // Caller is the process that asked for a verb which another process performs.
 type Caller struct {
-	UID uint32
-	GID uint32
-	Pid int
+	UID    uint32
+	GID    uint32
+	Groups []uint32 // its further groups, unless it is root
+	Pid    int
 	// For a caller on another host: the subject of its certificate, and its address.
 	// The fields above are unknown then.
 	Client  string

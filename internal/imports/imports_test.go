@@ -78,6 +78,7 @@ var allowed = map[string][]string{
 	"internal/lazy":       {},
 	"internal/proc":       {},
 	"internal/remote":     {"internal/fault"},
+	"internal/rights":     {},
 	"internal/setup":      {"dist/systemd", "internal/fault", "internal/lazy", "internal/flock", "internal/fsx"},
 	"internal/thorough":   {},
 	"internal/undo":       {},
@@ -92,7 +93,7 @@ var allowed = map[string][]string{
 		"internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress",
 		"runtime/portable", "runtime/registry", "runtime/engine/progress", "runtime/engine/worktree", "runtime/store",
 		"internal/idmap", "runtime/internal/changes", "runtime/internal/kernel", "runtime/internal/record",
-		"internal/flock", "internal/fsx", "images/reference",
+		"internal/flock", "internal/fsx", "internal/rights", "images/reference",
 	},
 	"runtime/backendtest": {"criu", "criu/stage", "runtime", "internal/idmap"},
 	"runtime/api": {
@@ -154,8 +155,8 @@ var allowed = map[string][]string{
 	},
 	"runtime/group": {"internal/guard", "runtime"},
 	"runtime/mcp": {
-		"internal/cptar/tree", "internal/fault", "internal/guard", "internal/idmap", "policy", "runtime",
-		"runtime/internal/bundle", "internal/proc",
+		"internal/cptar/tree", "internal/fault", "internal/guard", "internal/idmap", "internal/rights", "policy",
+		"runtime", "runtime/internal/bundle", "internal/proc",
 	},
 	"runtime/network": {
 		"internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "runtime", "runtime/eventlog",

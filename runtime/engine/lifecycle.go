@@ -22,6 +22,7 @@ import (
 
 	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/rights"
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
@@ -96,6 +97,9 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 	}
 	name = s.Name
 	if err := bx.admission.admit(&s, req, img, own); err != nil {
+		return runtime.Sandbox{}, err
+	}
+	if err := callerLists(ctx, s.Mounts); err != nil {
 		return runtime.Sandbox{}, err
 	}
 
@@ -327,6 +331,25 @@ func checkMount(m runtime.Mount) error {
 			"Name the directory that it is in.")
 	}
 	return err
+}
+
+// callerLists refuses a workspace that the caller could not list by itself. The sources are where
+// they really are. A caller on another host has root's rights here.
+func callerLists(ctx context.Context, mounts []runtime.Mount) error {
+	c, ok := runtime.CallerOf(ctx)
+	if !ok || c.UID == 0 || c.Address != "" {
+		return nil
+	}
+	for _, m := range mounts {
+		if m.Type != runtime.MountWorkspace {
+			continue
+		}
+		if err := rights.Lists(rights.User{UID: c.UID, GID: c.GID, Groups: c.Groups}, m.Source); err != nil {
+			return hint(fmt.Errorf("workspace %s: %w: as user %d: %w", m.Source, runtime.ErrDenied, c.UID, err),
+				"Name a directory that you can list yourself.")
+		}
+	}
+	return nil
 }
 
 // Start starts a created or exited sandbox.

@@ -75,6 +75,7 @@ func Listen(path string) (*net.UnixListener, error) {
 // peer identifies the other end of a connection.
 type peer struct {
 	UID, GID uint32
+	Groups   []uint32 // unless it is root
 	Pid      int32
 	Subject  string // of its certificate: it came by TLS, and the rest is not known
 	Address  string
@@ -91,7 +92,9 @@ func (p peer) attrs() []any {
 
 // caller returns p as the Caller of a verb.
 func (p peer) caller() runtime.Caller {
-	return runtime.Caller{UID: p.UID, GID: p.GID, Pid: int(p.Pid), Client: p.Subject, Address: p.Address}
+	return runtime.Caller{
+		UID: p.UID, GID: p.GID, Groups: p.Groups, Pid: int(p.Pid), Client: p.Subject, Address: p.Address,
+	}
 }
 
 // identity distinguishes callers: no two share requests and keys.
@@ -212,7 +215,6 @@ func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
 	if err != nil {
 		return p, err
 	}
-	var groups []uint32
 	var inner error
 	err = raw.Control(func(fd uintptr) {
 		var cred *unix.Ucred
@@ -221,7 +223,7 @@ func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
 		}
 		p.UID, p.GID, p.Pid = cred.Uid, cred.Gid, cred.Pid
 		if p.UID != 0 {
-			groups, inner = peerGroups(fd)
+			p.Groups, inner = peerGroups(fd)
 		}
 	})
 	if err = errors.Join(err, inner); err != nil {
@@ -229,7 +231,7 @@ func peerAt(c *net.UnixConn, group uint32) (p peer, err error) {
 	}
 	// Without a group of its own the socket belongs to root's group; membership of that
 	// group does not grant root's rights.
-	p.denied = p.UID != 0 && (group == 0 || p.GID != group && !slices.Contains(groups, group))
+	p.denied = p.UID != 0 && (group == 0 || p.GID != group && !slices.Contains(p.Groups, group))
 	return p, nil
 }
 
