@@ -102,6 +102,8 @@ type CreateRequest struct {
 	Lease string `json:"lease"` // the lease that it is removed with; empty: none
 	Group string `json:"group"` // a name that it shares with others; empty: none
 
+	Setup *Setup `json:"setup"` // nil: the sandbox begins with what the image has
+
 	// ToStart: the caller starts it next. If its process ends before that, the
 	// sandbox is removed. Caller is the process; 0: this one.
 	ToStart bool `json:"to_start,omitempty"`

@@ -252,7 +252,11 @@ func (o *createOptions) mounts() ([]runtime.Mount, error) {
 		}
 	}
 	for _, w := range o.Workspaces {
-		if err := add(parseWorkspace(w)); err != nil {
+		m, err := parseWorkspace(w)
+		if err == nil {
+			err = bySudo(m.Source)
+		}
+		if err := add(m, err); err != nil {
 			return nil, err
 		}
 	}

@@ -24,7 +24,7 @@ type psOptions struct {
 func (o *psOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.All, "all", "a", false, "created and exited ones too")
 	fl.BoolVarP(&o.Quiet, "quiet", "q", false, "ids only")
-	fl.BoolVar(&o.NoTrunc, "no-trunc", false, "whole ids and commands")
+	fl.BoolVar(&o.NoTrunc, "no-trunc", false, "whole ids, images and commands")
 	fl.Var(list(&o.Filters), "filter",
 		"only those with `KEY=VALUE`: name=PART, id=PREFIX, group=NAME, lease=LEASE, label=KEY[=VALUE], status=STATUS; of one key but label any, of several keys all have to match")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
@@ -91,7 +91,7 @@ func runPs(ctx context.Context, opts psOptions, svc runtime.Service, out io.Writ
 		header: []string{"ID", "NAME", "IMAGE", "COMMAND", "CREATED", "STATUS", "PORTS"},
 		row: func(sb runtime.Sandbox) []string {
 			return []string{
-				id(sb.ID), sb.Name, sb.Image, quotedCommand(sb.Spec.Args, opts.NoTrunc),
+				id(sb.ID), sb.Name, imageText(sb.Image, opts.NoTrunc), quotedCommand(sb.Spec.Args, opts.NoTrunc),
 				ago(now, sb.Created), statusText(now, sb), portsText(sb.Spec.Network.Ports),
 			}
 		},
@@ -144,4 +144,12 @@ func psFilter(ctx context.Context, filters []string, svc runtime.Service) (func(
 		}
 		return true
 	}, nil
+}
+
+// imageText is a reference to an image without what it is made of.
+func imageText(ref string, full bool) string {
+	if name, _, found := strings.Cut(ref, "?"); found && !full {
+		return name + "?…"
+	}
+	return ref
 }

@@ -202,7 +202,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		}
 	}
 	add(groupSandbox,
-		newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a),
+		newShellCommand(a), newRunCommand(a), newCreateCommand(a), newExecCommand(a), newPsCommand(a),
 		newTopCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a),

@@ -100,6 +100,11 @@ func runForeground(ctx context.Context, req runtime.CreateRequest, svc runtime.S
 	if err != nil {
 		return reword(err, "run", req.Spec.Name)
 	}
+	return startNew(ctx, sb, svc, sess)
+}
+
+// startNew starts a new sandbox in the foreground.
+func startNew(ctx context.Context, sb runtime.Sandbox, svc runtime.Service, sess *session) error {
 	end, err := sess.follow(ctx, svc, "run", sb, func(streams runtime.Streams) (func() error, error) {
 		return svc.Start(ctx, sb.ID, &streams)
 	})

@@ -20,7 +20,8 @@ const module = "github.com/agentbox/agentbox/"
 // that is not listed may import none of ours.
 var allowed = map[string][]string{
 	"cmd/agentbox": {"internal/cptar", "internal/fault", "internal/guard", "internal/gclater", "internal/lazy",
-		"internal/setup", "images/image", "images/source", "policy", "runtime", "runtime/engine", "runtime/api",
+		"internal/setup", "images/image", "images/reference", "images/source", "internal/project", "internal/rights",
+		"policy", "runtime", "runtime/engine", "runtime/api",
 		"runtime/audit", "runtime/containerd", "internal/exitcode",
 		"runtime/doctor", "runtime/group", "runtime/local", "runtime/mcp", "runtime/oci", "runtime/traces",
 		"runtime/volume", "internal/fsx", "runtime/doctor/checks", "runtime/api/server"},
@@ -77,6 +78,7 @@ var allowed = map[string][]string{
 	"internal/imports":    {},
 	"internal/lazy":       {},
 	"internal/proc":       {},
+	"internal/project":    {"internal/fault", "internal/lazy"},
 	"internal/remote":     {"internal/fault"},
 	"internal/rights":     {},
 	"internal/setup":      {"dist/systemd", "internal/fault", "internal/lazy", "internal/flock", "internal/fsx"},

@@ -99,7 +99,7 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 	if err := bx.admission.admit(&s, req, img, own); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	if err := callerLists(ctx, s.Mounts); err != nil {
+	if err := errors.Join(callerLists(ctx, s.Mounts), checkSetup(req.Setup)); err != nil {
 		return runtime.Sandbox{}, err
 	}
 
@@ -129,7 +129,7 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 	if len(s.Workspaces()) > 0 {
 		base = newID()
 	}
-	if err := bx.create(ctx, &locked{Sandbox: row, host: host, lock: lock}, s, base); err != nil {
+	if err := bx.create(ctx, &locked{Sandbox: row, host: host, lock: lock}, s, base, req.Setup); err != nil {
 		return runtime.Sandbox{}, err
 	}
 	bx.log.Info("sandbox created", "sandbox", s.ID, "name", s.Name, "image", s.Image)
@@ -142,9 +142,11 @@ type creating struct {
 	Base    string `json:"base,omitempty"` // id of its base checkpoint
 }
 
-// create records a sandbox, whose lock is held, has the backend make its container, and takes the
-// base checkpoint of that id; empty: none.
-func (bx *sandboxes) create(ctx context.Context, sb *locked, s runtime.Spec, base string) (err error) {
+// create records a sandbox, whose lock is held, has the backend make its container, sets it up,
+// and takes the base checkpoint of that id; empty: none.
+func (bx *sandboxes) create(
+	ctx context.Context, sb *locked, s runtime.Spec, base string, setup *runtime.Setup,
+) (err error) {
 	if sb.Spec, err = json.Marshal(s); err != nil {
 		return err
 	}
@@ -170,6 +172,9 @@ func (bx *sandboxes) create(ctx context.Context, sb *locked, s runtime.Spec, bas
 		}
 		undo.Add(func(ctx context.Context) error { return host.Remove(ctx, s.ID) })
 		if err := host.Create(ctx, s, row.Lower); err != nil {
+			return err
+		}
+		if err := setUp(ctx, host, s, setup); err != nil {
 			return err
 		}
 		if err := failpoint.Hit("create.after-backend"); err != nil || base == "" {

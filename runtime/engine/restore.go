@@ -258,7 +258,7 @@ func (rs *restores) perform(ctx context.Context, r *restoration) error {
 				}
 				return rs.sandboxes.finishRemove(ctx, r.sb.host, r.sb.ID, false)
 			})
-			if err := rs.sandboxes.create(ctx, r.sb, r.spec, ""); err != nil {
+			if err := rs.sandboxes.create(ctx, r.sb, r.spec, "", nil); err != nil {
 				return err
 			}
 		}
