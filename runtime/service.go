@@ -426,8 +426,9 @@ type Recovery struct {
 const (
 	TriggerExec     = policy.TriggerExec
 	TriggerInterval = policy.TriggerInterval
-	TriggerTool     = "tool" // of agents: automatic, before a call that may change something
-	TriggerMCP      = "mcp"  // of agents: by the checkpoint tool
+	TriggerTool     = "tool"   // of agents: automatic, before a call that may change something
+	TriggerMCP      = "mcp"    // of agents: by the checkpoint tool
+	TriggerPrompt   = "prompt" // of agentbox shell: automatic, at a prompt
 )
 
 // Work is a verb under way on a sandbox.

@@ -87,8 +87,11 @@ func (cs *checkpoints) takeCheckpoint(
 		return runtime.Checkpoint{}, err
 	}
 	verb := "checkpoint"
-	if opts.Trigger == runtime.TriggerInterval {
+	switch opts.Trigger {
+	case runtime.TriggerInterval:
 		verb = opInterval
+	case runtime.TriggerPrompt:
+		verb = opPrompt
 	}
 
 	if err := cs.mayTrigger(ctx, ref, opts); err != nil {

@@ -27,7 +27,7 @@ const lockWait = 500 * time.Millisecond
 // reapWait is how long a verb waits for the clean-up after an exit.
 const reapWait = 5 * time.Minute
 
-// autoWait is how long a verb waits for a checkpoint that is taken at an interval.
+// autoWait is how long a verb waits for a checkpoint that no command asked for.
 const autoWait = time.Minute
 
 // opReap is the verb of the clean-up after an exit.
@@ -216,8 +216,10 @@ func (e *core) lock(ctx context.Context, id, verb string, wait time.Duration) (*
 		// for unwritten data. Or the supervisor stops or restarts the sandbox.
 		lock, err = e.lockAside(ctx, id, verb, reapWait)
 	}
-	if errors.Is(err, runtime.ErrBusy) && verb != opInterval && e.store.Holder(id) == opInterval {
-		lock, err = e.lockAside(ctx, id, verb, autoWait)
+	if errors.Is(err, runtime.ErrBusy) && verb != opInterval {
+		if by := e.store.Holder(id); by == opInterval || by == opPrompt {
+			lock, err = e.lockAside(ctx, id, verb, autoWait)
+		}
 	}
 	return lock, err
 }

@@ -12,8 +12,12 @@ import (
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
-// opInterval is the verb under which an interval checkpoint holds a sandbox's lock.
-const opInterval = "interval checkpoint"
+// opInterval and opPrompt are the verbs under which checkpoints that no command asked for hold a
+// sandbox's lock: other verbs wait for them.
+const (
+	opInterval = "interval checkpoint"
+	opPrompt   = "prompt checkpoint"
+)
 
 // every parses when automatic checkpoints of a sandbox are taken.
 func every(s runtime.Spec) (policy.Every, error) {

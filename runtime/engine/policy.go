@@ -211,7 +211,8 @@ func kept(s runtime.Spec) (r retention, err error) {
 		return r, err
 	}
 	e, err := every(s)
-	return retention{p.Rules.Keeping(), p.Name, append(e.Triggers(), runtime.TriggerTool, runtime.TriggerMCP)}, err
+	automatic := append(e.Triggers(), runtime.TriggerTool, runtime.TriggerMCP, runtime.TriggerPrompt)
+	return retention{p.Rules.Keeping(), p.Name, automatic}, err
 }
 
 // any reports whether the rules could remove a checkpoint.

@@ -132,7 +132,7 @@ func (r *records) Checkpoints(ctx context.Context, f Filter) ([]Checkpoint, erro
 		where, args = append(where, "sandbox_id = ?"), append(args, f.SandboxID)
 	}
 	if f.Automatic {
-		where = append(where, "trigger_name IN ('exec', 'interval', 'tool', 'mcp')") // as the index on them has it
+		where = append(where, "trigger_name IN ('exec', 'interval', 'tool', 'mcp', 'prompt')") // as the index on them has it
 	}
 	if f.Trigger != "" {
 		where, args = append(where, "trigger_name = ?"), append(args, f.Trigger)

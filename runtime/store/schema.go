@@ -153,6 +153,10 @@ var migrations = []string{
 	`ALTER TABLE sandboxes ADD COLUMN redo TEXT NOT NULL DEFAULT '';`,
 	// How many paths have changed since the parent; empty: not counted yet.
 	`ALTER TABLE checkpoints ADD COLUMN changes TEXT NOT NULL DEFAULT '';`,
+	// Checkpoints at the prompts of shells are counted as well.
+	`DROP INDEX checkpoint_automatic;
+	CREATE INDEX checkpoint_automatic ON checkpoints (sandbox_id)
+	WHERE trigger_name IN ('exec', 'interval', 'tool', 'mcp', 'prompt');`,
 }
 
 func (d *database) migrate(ctx context.Context) error {
@@ -204,7 +208,7 @@ func (d *database) migrate(ctx context.Context) error {
 }
 
 // schemaSum is the sum of what all migrations leave in sqlite_schema.
-const schemaSum = "5848981f52754b398a6e18a4b80d6b9b0fef1cf2daf0ef81c244037cf943d390"
+const schemaSum = "a00eb9146ca5d6df620c7428943dcbc0d9f730b2ce19b79dadd1991eebe5fa9b"
 
 // checkSchema refuses a database that the migrations would not have made: what else can be in a
 // schema (triggers, views, columns that are computed) has SQLite do more than it is asked to.
