@@ -375,6 +375,7 @@ type checkpoint struct {
 	Error     string `json:"error"`
 	Parent    string `json:"parent"`
 	Trigger   string `json:"trigger"`
+	Message   string `json:"message"`
 	Files     int64  `json:"files"`
 	Processes int    `json:"processes"`
 	Bytes     int64  `json:"bytes"`

@@ -257,3 +257,67 @@ func TestShellService(t *testing.T) {
 	}
 	equal(b, "sandboxes", len(strings.Fields(b.ok("ps", "-aq"))), 2)
 }
+
+// TestShellSteps: at each prompt at which files have changed there is a step, with the command line;
+// undo takes back what the last one did, files and the shell itself, while the terminal stays. The
+// first step of all is a sandbox in which the shell starts.
+func TestShellSteps(t *testing.T) {
+	t.Parallel()
+	b := newBox(t)
+	home, repo := tessHome(t, publicDir(t))
+	b.env = bySudo(home)
+	steps := func() (list []string) {
+		b.Helper()
+		for _, c := range b.checkpoints("my-project") {
+			list = append(list, c.Trigger+": "+c.Message)
+		}
+		return list
+	}
+	taken := func(want string) {
+		b.Helper()
+		b.eventually("a step: "+want, func() bool { return steps()[0] == want })
+	}
+
+	m := b.terminal("shell", repo)
+	m.enter("COLOUR=blue; echo one > a; echo 100% do''ne\r")
+	m.shows("100% done")
+	taken("prompt: COLOUR=blue; echo one > a; echo 100% do''ne")
+	m.enter("printf '\\e]633;agentbox;forged\\a'; echo noth''ing\r")
+	m.shows("nothing")
+	m.enter("COLOUR=red; rm -f a file; echo bro''ken\r")
+	m.shows("broken")
+	taken("prompt: COLOUR=red; rm -f a file; echo bro''ken")
+	if n := len(steps()); n != 3 {
+		t.Errorf("%d steps, want 3: %q", n, steps())
+	}
+	if s := m.screen(); strings.Contains(s, "\x1b]633;agentbox") {
+		t.Errorf("the screen has marks: %q", s)
+	}
+
+	b.ok("undo", "my-project")
+	m.shows("my-project was restored")
+	m.enter("echo now: $COLOUR $(ls)\r")
+	m.shows("now: blue a file")
+
+	// Without steps there are none.
+	had := len(steps())
+	m2 := b.terminal("shell", "--steps", "off", repo)
+	m2.enter("echo un''seen > b; echo wri''tten; exit\r")
+	m2.shows("written")
+	equal(b, "exit", m2.ends(), 0)
+	if n := len(steps()); n != had {
+		t.Errorf("steps with --steps off: %q", steps())
+	}
+
+	// A command that is over before its step is taken has one at the end.
+	m.enter("echo last > c; exit\r")
+	equal(b, "exit", m.ends(), 0)
+	base := b.checkpoints("my-project")
+	b.ok("restore", "my-project", base[len(base)-1].ID)
+	equal(b, "trigger of the first step", base[len(base)-1].Trigger, "base")
+	m = b.terminal("shell", repo)
+	m.enter("echo first: $(id -un) $(ls) $COLOUR.\r")
+	m.shows("first: tess file .")
+	m.enter("exit\r")
+	equal(b, "exit", m.ends(), 0)
+}

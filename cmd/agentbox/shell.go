@@ -37,6 +37,7 @@ type shellOptions struct {
 	Image  string
 	New    bool
 	Trust  bool
+	Steps  string
 
 	given []string // flags of createOptions that were given
 }
@@ -47,6 +48,9 @@ func (o *shellOptions) addFlags(fl *pflag.FlagSet) {
 			"default: the directory's, Debian with git and common tools)")
 	fl.BoolVar(&o.New, "new", false, "make another sandbox, even if the directory has one")
 	fl.BoolVarP(&o.Trust, "trust", "y", false, "accept the directory's .agentbox.yaml without a question")
+	o.Steps = stepsOn
+	fl.Var(choice(&o.Steps, stepsOn, stepsOff), "steps",
+		"`on`: at each prompt of bash, zsh or fish take a checkpoint if files have changed; or off")
 	all := pflag.NewFlagSet("", pflag.ContinueOnError)
 	o.createOptions.addFlags(all)
 	all.VisitAll(func(f *pflag.Flag) {
@@ -71,6 +75,9 @@ commits, your terminal and your languages; of your home directory only DIR is th
 A second shell for the same DIR joins its sandbox while that runs, or starts it again with all
 that was done in it; --new makes another one. Most flags are those of 'agentbox run', and
 count when the sandbox is made.
+
+At each prompt of bash, zsh or fish at which files have changed, a step is taken, to which
+'agentbox undo' leads back; --steps off takes none.
 
 The image is --image, or AGENTBOX_IMAGE, or that of the file .agentbox.yaml in DIR, or a
 Debian with git and common tools, which is made once. With --image host the sandbox has
@@ -263,27 +270,38 @@ func (sh *shell) again(ctx context.Context, svc runtime.Service, sb runtime.Sand
 // ofNew reports whether a flag counts only when a sandbox is made.
 func (o *shellOptions) ofNew(flag string) bool {
 	return !slices.Contains([]string{
-		"new", "trust", "name", "detach-keys", "sig-proxy", "help", "root", "backend", "log-level",
+		"new", "trust", "steps", "name", "detach-keys", "sig-proxy", "help", "root", "backend", "log-level",
 	}, flag)
 }
 
+// env is what each start of a shell is told by its environment.
+func (sh *shell) env() []string {
+	env := sh.user.terminalEnv(sh.tty)
+	if sh.opts.Steps == stepsOff {
+		env = append(env, stepsVariable+"="+stepsOff)
+	}
+	return env
+}
+
 func (sh *shell) exec(ctx context.Context, svc runtime.Service, sb runtime.Sandbox) error {
-	return runExec(ctx, sb.ID, runtime.Process{
-		Args: append([]string{shellProgram}, sh.command...), Workdir: sh.cwd, Terminal: sh.tty,
-		Env: sh.user.terminalEnv(sh.tty),
-	}, svc, sh.sess)
+	p := runtime.Process{
+		Args: append([]string{shellProgram}, sh.command...), Workdir: sh.cwd, Terminal: sh.tty, Env: sh.env(),
+	}
+	return sh.stepping(ctx, svc, sb, func() error { return runExec(ctx, sb.ID, p, svc, sh.sess) })
 }
 
 func (sh *shell) startOld(ctx context.Context, svc runtime.Service, sb runtime.Sandbox) error {
-	_, err := sh.sess.follow(ctx, svc, "shell", sb, func(streams runtime.Streams) (func() error, error) {
-		return svc.Start(ctx, sb.ID, &streams)
+	return sh.stepping(ctx, svc, sb, func() error {
+		_, err := sh.sess.follow(ctx, svc, "shell", sb, func(streams runtime.Streams) (func() error, error) {
+			return svc.Start(ctx, sb.ID, &streams)
+		})
+		return err
 	})
-	return err
 }
 
 // writeCommand has the next start of a sandbox run a command; none: the shell.
 func (sh *shell) writeCommand(ctx context.Context, svc runtime.Service, sb runtime.Sandbox, args []string) error {
-	file := commandFile(sh.cwd, sh.user.terminalEnv(sh.tty), args)
+	file := commandFile(sh.cwd, sh.env(), args)
 	return reword(writeFile(ctx, svc, sb.ID, file, sh.app.now()), "shell", sb.Name)
 }
 
@@ -307,7 +325,7 @@ func (sh *shell) make(ctx context.Context, svc runtime.Service, all []runtime.Sa
 		fmt.Fprintf(sh.app.stderr, "%s over %s: nothing reaches it until 'agentbox apply'; "+
 			"'agentbox diff', 'agentbox undo'\n", sb.Name, printable(sh.user.short(sh.dir)))
 	}
-	return startNew(ctx, sb, svc, sh.sess)
+	return sh.stepping(ctx, svc, sb, func() error { return startNew(ctx, sb, svc, sh.sess) })
 }
 
 // request is what the new sandbox is asked for.
@@ -340,7 +358,7 @@ func (sh *shell) request(ctx context.Context, svc runtime.Service) (runtime.Crea
 	}
 	req.Spec.Mounts = append(req.Spec.Mounts, more...)
 	req.Entrypoint, req.ToStart = []string{}, true
-	req.Setup = sh.user.setup(commandFile(sh.cwd, sh.user.terminalEnv(sh.tty), sh.command))
+	req.Setup = sh.user.setup(commandFile(sh.cwd, sh.env(), sh.command))
 	own := []string{"HOME=" + sh.user.Home, "USER=" + sh.user.Name, "LOGNAME=" + sh.user.Name}
 	if sh.user.Shell != "" {
 		own = append(own, "SHELL="+sh.user.Shell)

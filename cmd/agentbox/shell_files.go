@@ -27,10 +27,16 @@ if command -v locale >/dev/null 2>&1 && [ -n "$(locale 2>&1 >/dev/null)" ]; then
 fi
 [ $# -eq 0 ] || exec "$@"
 for shell in "$SHELL" /bin/bash /usr/bin/bash; do
-	if [ -x "$shell" ]; then
-		export SHELL="$shell"
-		exec "$shell"
+	[ -x "$shell" ] || continue
+	export SHELL="$shell"
+	if [ -t 0 ] && [ "$` + stepsVariable + `" != ` + stepsOff + ` ]; then
+		case $shell in
+		*/bash) exec "$shell" --rcfile ` + shellDir + `/bashrc ;;
+		*/zsh) ZDOTDIR=` + shellDir + `/zsh exec "$shell" ;;
+		*/fish) exec "$shell" -C 'source ` + shellDir + `/fish' ;;
+		esac
 	fi
+	exec "$shell"
 done
 export SHELL=/bin/sh
 exec /bin/sh
@@ -80,7 +86,9 @@ func shellQuote(s string) string {
 
 // setup is what a new sandbox has for its user and for the command of its first start.
 func (u shellUser) setup(command runtime.SetupFile) *runtime.Setup {
-	s := &runtime.Setup{Files: []runtime.SetupFile{{Path: shellProgram, Mode: 0o755, Data: []byte(shellScript)}, command}}
+	s := &runtime.Setup{Files: append([]runtime.SetupFile{
+		{Path: shellProgram, Mode: 0o755, Data: []byte(shellScript)}, command,
+	}, shellRC...)}
 	if u.UID == 0 {
 		return s
 	}

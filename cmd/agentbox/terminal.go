@@ -38,6 +38,8 @@ type session struct {
 	opts attachOptions
 	keys []byte
 	raw  bool // the caller's terminal is ours while attached
+
+	output io.Writer // what the command prints; nil: the caller's stdout
 }
 
 // newSession checks everything that can be wrong before anything starts.
@@ -58,6 +60,9 @@ func (a *app) newSession(opts attachOptions) (*session, error) {
 // notice.
 func (s *session) run(ctx context.Context, fn func(runtime.Streams) error) error {
 	streams := runtime.Streams{Stdout: s.app.stdout, Stderr: s.app.stderr}
+	if s.output != nil {
+		streams.Stdout = s.output
+	}
 	if s.opts.Interactive {
 		streams.Stdin = s.app.stdin
 	}
