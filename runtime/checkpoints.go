@@ -331,10 +331,22 @@ type ApplyOptions struct {
 	DryRun bool `json:"dry_run"` // only report what would be done
 	Undo   bool `json:"undo"`    // undo the last Apply
 	Force  bool `json:"force"`   // overwrite what others have changed in the original in the meantime
+
+	// What follows is for workspaces, which lie over directories that may have changed, too.
+	Workspace string   `json:"workspace,omitempty"` // only this one, by its path in the sandbox
+	Paths     []string `json:"paths,omitempty"`     // only what is at these paths in the sandbox, and below them
+	// What is done where both sides have changed something that cannot be merged; without
+	// any of them nothing is applied then. Force is Theirs.
+	Markers bool `json:"markers,omitempty"` // write both versions of a text into it, with conflict markers
+	Ours    bool `json:"ours,omitempty"`    // keep what the directory has
+	Theirs  bool `json:"theirs,omitempty"`  // take what the sandbox has
+
 	// Owners applies changes of ownership too. Without it existing files keep their
 	// owner, and new ones get the owner of their directory.
 	Owners bool `json:"owners,omitempty"`
-	// Allow lists files that may be copied with set-id bits or capabilities.
+	// Allow lists files that may be copied with set-id bits or capabilities, and files, or
+	// directories with all below them, that may be although git would run programs because of
+	// them.
 	Allow []string `json:"allow,omitempty"`
 }
 
@@ -349,6 +361,16 @@ type Applied struct {
 	Conflicts   []string `json:"conflicts"` // paths that others have changed in the original in the meantime
 
 	Refused []Refusal `json:"refused"` // by a dry run; a real run fails instead
+
+	Checkpoint string             `json:"checkpoint,omitempty"` // of workspaces: what was applied, by its id
+	Workspaces []AppliedWorkspace `json:"workspaces,omitempty"`
+	Merged     []string           `json:"merged,omitempty"` // paths of files that both sides had changed
+}
+
+// AppliedWorkspace is a workspace that an Apply is about.
+type AppliedWorkspace struct {
+	Path     string `json:"path"`     // in the sandbox
+	Original string `json:"original"` // the directory
 }
 
 // Refusal is one path that must not be copied into the original.

@@ -138,6 +138,10 @@ var allowed = map[string][]string{
 		"internal/failpoint", "internal/guard", "overlay", "runtime", "runtime/engine/progress", "runtime/store",
 	},
 	"runtime/eventlog": {"internal/flock"},
+	"runtime/internal/apply": {
+		"internal/failpoint", "internal/fault", "internal/fsx", "internal/guard", "internal/lazy", "overlay", "runtime",
+		"runtime/internal/changes", "runtime/internal/record",
+	},
 	"runtime/internal/bundle": {
 		"internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel",
 		"runtime/internal/record", "runtime/network", "runtime/internal/apparmor",
@@ -185,8 +189,8 @@ var allowed = map[string][]string{
 	},
 	"runtime/store/pack": {"internal/failpoint", "internal/fault", "internal/guard"},
 	"runtime/volume": {
-		"criu/stage", "internal/failpoint", "internal/fault", "internal/guard", "internal/lazy", "overlay", "runtime",
-		"runtime/audit", "runtime/internal/changes", "runtime/internal/kernel", "runtime/internal/record",
+		"criu/stage", "internal/failpoint", "internal/fault", "internal/lazy", "overlay", "runtime",
+		"runtime/audit", "runtime/internal/apply", "runtime/internal/kernel", "runtime/internal/record",
 		"internal/flock", "internal/fsx", "internal/proc",
 	},
 	"runtime/traces":             {"internal/fault", "internal/lazy", "runtime", "runtime/audit"},

@@ -146,7 +146,7 @@ func TestApplyIsTheMergedView(t *testing.T) {
 					equalLook(t, "the original after a refused apply", old, look(t, b.from))
 					must(t, b.With(ctx, "ws", func(p string) error {
 						for _, r := range dry.Refused {
-							at := rawPath(runtime.Change{Path: r.Path, PathB64: r.PathB64})
+							at := rawPath(t, r)
 							if allow = append(allow, at); r.MayAllow {
 								continue
 							}
@@ -458,7 +458,7 @@ func TestApplyPrivileged(t *testing.T) {
 		must(t, unix.Chmod(p+"/suid", 0o4755))
 		must(t, unix.Chmod(p+"/sgid", 0o2755))
 		must(t, unix.Chmod(p+"/d/in/suid", 0o4755))
-		must(t, unix.Setxattr(p+"/caps", capabilityXattr, capability, 0))
+		must(t, unix.Setxattr(p+"/caps", "security.capability", capability, 0))
 		must(t, unix.Mknod(p+"/disk", unix.S_IFBLK|0o666, int(unix.Mkdev(8, 0))))
 		must(t, unix.Mknod(p+"/d/null", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
 		return unix.Mkfifo(p+"/fifo", 0o644)
@@ -504,7 +504,7 @@ func TestApplyPrivileged(t *testing.T) {
 		}
 	}
 	buf := make([]byte, 64)
-	if n, err := unix.Getxattr(b.from+"/caps", capabilityXattr, buf); err != nil ||
+	if n, err := unix.Getxattr(b.from+"/caps", "security.capability", buf); err != nil ||
 		string(buf[:n]) != string(capability) {
 		t.Errorf("capabilities: %x, %v", buf[:max(n, 0)], err)
 	}

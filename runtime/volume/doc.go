@@ -12,8 +12,8 @@
 // Docker's volume plugin (package dockerplugin/volume) turns the daemon's calls
 // into Create, Mount, Unmount and Remove. To the Engine a volume is a sandbox
 // without processes: Backend implements runtime.Backend, and what it freezes
-// for a checkpoint are the containers that use the volume. Original, the way
-// back into the directory, is in apply.go.
+// for a checkpoint are the containers that use the volume. The way back into the
+// directory is in apply.go, by package apply.
 //
 // A process that changes a volume locks its directory and first finishes or
 // rolls back what a killed one left there. A kill releases the lock.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
 )
 
 // points are the instants at which an apply is broken, and whether the original
@@ -22,18 +23,18 @@ var points = []struct {
 	name    string
 	applied bool
 }{
-	{"volume.apply.before-stage", false},
-	{"volume.apply.after-copy", false},
-	{"volume.apply.after-stage", false},
-	{"volume.apply.before-write", false},
-	{"volume.apply.first-write", false},
-	{"volume.apply.mid-write", false},
-	{"volume.apply.last-write", false},
-	{"volume.apply.after-dirs", false},
-	{"volume.apply.before-commit", false},
-	{"volume.apply.after-commit", true},
-	{"volume.apply.after-upper", true},
-	{"volume.apply.before-end", true},
+	{"apply.before-stage", false},
+	{"apply.after-copy", false},
+	{"apply.after-stage", false},
+	{"apply.before-write", false},
+	{"apply.first-write", false},
+	{"apply.mid-write", false},
+	{"apply.last-write", false},
+	{"apply.after-dirs", false},
+	{"apply.before-commit", false},
+	{"apply.after-commit", true},
+	{"apply.after-upper", true},
+	{"apply.before-end", true},
 }
 
 // broken runs a role in another process, and breaks it at a point.
@@ -78,7 +79,7 @@ func TestApplyBroken(t *testing.T) {
 					}
 					equalLook(t, "the original", want, look(t, b.from))
 					equalLook(t, "the volume", merged, b.view(t))
-					for _, g := range []string{b.from + "/.agentbox-*", b.path("ws", dirApply)} {
+					for _, g := range []string{b.from + "/.agentbox-*", b.path("ws", apply.DirApply)} {
 						if left, _ := filepath.Glob(g); len(left) > 0 {
 							t.Errorf("left: %q", left)
 						}
@@ -104,8 +105,8 @@ func TestRollbackBroken(t *testing.T) {
 		t.Run(place, func(t *testing.T) {
 			b := newBench(t, place)
 			old, merged := b.scene(t)
-			_ = broken(t, b.root, "apply", "volume.apply.last-write", "kill")
-			_ = broken(t, b.root, "settle", "volume.apply.after-rollback", "kill")
+			_ = broken(t, b.root, "apply", "apply.last-write", "kill")
+			_ = broken(t, b.root, "settle", "apply.after-rollback", "kill")
 			must(t, b.Sweep(context.Background()))
 			equalLook(t, "the original", old, look(t, b.from))
 			equalLook(t, "the volume", merged, b.view(t))
@@ -118,7 +119,7 @@ func TestUndoBroken(t *testing.T) {
 	ctx := context.Background()
 	for place := range places {
 		for point, back := range map[string]bool{
-			"volume.undo.before-write": false, "volume.undo.mid-write": true, "volume.apply.after-rollback": true,
+			"apply.undo-before-write": false, "apply.undo-mid-write": true, "apply.after-rollback": true,
 		} {
 			for _, action := range []string{"kill", "error"} {
 				t.Run(place+"/"+point+"/"+action, func(t *testing.T) {

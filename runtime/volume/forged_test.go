@@ -9,7 +9,10 @@ import (
 	"path/filepath"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -18,16 +21,15 @@ import (
 func TestForged(t *testing.T) {
 	ctx := context.Background()
 	lead := func(from, to string) error { return errors.Join(os.RemoveAll(from), os.Symlink(to, from)) }
-	apply := func(b *bench, rec stored, head header) error {
-		from, err := openRoot(b.from)
-		if err != nil {
+	forge := func(b *bench, rec stored, head map[string]any) error {
+		var st unix.Stat_t
+		if err := unix.Stat(b.from, &st); err != nil {
 			return err
 		}
-		defer from.Close()
-		head.Version, head.Original, head.Ino = version, rec.From, from.ino
-		dir := b.path("ws", dirApply)
-		return errors.Join(os.Mkdir(dir, 0o700), record.WriteJSON(filepath.Join(dir, filePlan), plan{}, false),
-			record.WriteJSON(filepath.Join(dir, fileHeader), head, false))
+		head["version"], head["original"], head["ino"] = version, rec.From, st.Ino
+		dir := b.path("ws", apply.DirApply)
+		return errors.Join(os.Mkdir(dir, 0o700), record.WriteJSON(filepath.Join(dir, "plan.json"), map[string]any{}, false),
+			record.WriteJSON(filepath.Join(dir, "apply.json"), head, false))
 	}
 	change := func(b *bench, with map[string]any) error {
 		path := b.path("ws", "volume.json")
@@ -39,19 +41,19 @@ func TestForged(t *testing.T) {
 		maps.Copy(rec, with)
 		return record.WriteJSON(path, rec, false)
 	}
-	for name, forge := range map[string]func(b *bench, rec stored, outside string) error{
+	for name, lie := range map[string]func(b *bench, rec stored, outside string) error{
 		"scratch": func(b *bench, rec stored, outside string) error {
-			return apply(b, rec, header{
-				Phase: phaseStage, Scratch: "../" + filepath.Base(filepath.Dir(outside)) + "/outside",
+			return forge(b, rec, map[string]any{
+				"phase": "stage", "scratch": "../" + filepath.Base(filepath.Dir(outside)) + "/outside",
 			})
 		},
 		"stray": func(b *bench, rec stored, outside string) error {
-			return apply(b, rec, header{
-				Phase: phaseDone, Stray: "../" + filepath.Base(filepath.Dir(outside)) + "/outside",
+			return forge(b, rec, map[string]any{
+				"phase": "done", "stray": "../" + filepath.Base(filepath.Dir(outside)) + "/outside",
 			})
 		},
 		"a name in the original": func(b *bench, rec stored, _ string) error {
-			return apply(b, rec, header{Phase: phaseRolled, Scratch: "mine"})
+			return forge(b, rec, map[string]any{"phase": "rolled", "scratch": "mine"})
 		},
 		"id": func(b *bench, _ stored, _ string) error {
 			return change(b, map[string]any{"id": "/../../../../../tmp/aaaaaaaaaaaaaa"})
@@ -73,7 +75,7 @@ func TestForged(t *testing.T) {
 			outside := filepath.Join(t.TempDir(), "outside")
 			must(t, errors.Join(os.Mkdir(outside, 0o700), os.WriteFile(outside+"/kept", []byte("x"), 0o600),
 				os.Mkdir(b.from+"/mine", 0o700)))
-			must(t, forge(b, rec, outside))
+			must(t, lie(b, rec, outside))
 			settled := b.Sweep(ctx)
 			_, mounted := b.Volumes.Mount(ctx, "ws", "m")
 			if mounted == nil {

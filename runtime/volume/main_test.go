@@ -3,6 +3,7 @@ package volume
 import (
 	"context"
 	"crypto/sha256"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -225,10 +226,7 @@ func look(t tb, dir string) map[string]string {
 		}
 		s := fmt.Sprintf("mode=%o uid=%d gid=%d mtime=%d.%09d rdev=%d", st.Mode, st.Uid, st.Gid,
 			st.Mtim.Sec, st.Mtim.Nsec, st.Rdev)
-		raw, err := xattrs(p, unix.Llistxattr, unix.Lgetxattr)
-		if err != nil {
-			return err
-		}
+		raw := xattrs(t, p)
 		for _, k := range slices.Sorted(maps.Keys(raw)) {
 			s += fmt.Sprintf(" %s=%q", k, raw[k])
 		}
@@ -271,6 +269,35 @@ func look(t tb, dir string) map[string]string {
 		}
 	}
 	return out
+}
+
+// xattrs reads all attributes of a path.
+func xattrs(t tb, p string) map[string]string {
+	t.Helper()
+	buf, out := make([]byte, 64<<10), map[string]string{}
+	n, err := unix.Llistxattr(p, buf)
+	must(t, err)
+	for name := range strings.SplitSeq(strings.TrimSuffix(string(buf[:n]), "\x00"), "\x00") {
+		if name == "" {
+			continue
+		}
+		value := make([]byte, 64<<10)
+		n, err := unix.Lgetxattr(p, name, value)
+		must(t, err)
+		out[name] = string(value[:n])
+	}
+	return out
+}
+
+// rawPath is the path of a refusal in bytes.
+func rawPath(t tb, r runtime.Refusal) string {
+	t.Helper()
+	if r.PathB64 == "" {
+		return r.Path
+	}
+	b, err := base64.StdEncoding.DecodeString(r.PathB64)
+	must(t, err)
+	return string(b)
 }
 
 // differ lists where two looks differ.

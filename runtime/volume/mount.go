@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/proc"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -220,7 +221,7 @@ func (v *Volumes) mount(rec stored, have refs) error {
 // of the one above could put a symlink in its place.
 func mountAt(dir string, rec stored) error {
 	m := mountOf(dir, rec)
-	from, err := openRoot(m.Lower[0])
+	from, err := apply.OpenRoot(m.Lower[0])
 	if errors.Is(err, unix.ELOOP) || errors.Is(err, unix.ENOTDIR) {
 		return fmt.Errorf("%s, or a directory above it, has become a symlink: %w", rec.From, fault.ErrState)
 	}
@@ -228,7 +229,7 @@ func mountAt(dir string, rec stored) error {
 		return err
 	}
 	defer from.Close()
-	m.Lower = []string{procFD(from.File)}
+	m.Lower = []string{from.Proc()}
 	return m.Mount()
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/lazy"
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
@@ -199,7 +200,7 @@ func (v *Volumes) furnish(dir string, rec stored) error {
 	if below == "" {
 		below = filepath.Join(dir, "lower")
 	}
-	if err := makeUpper(filepath.Join(dir, "upper"), below); err != nil {
+	if err := apply.MakeUpper(filepath.Join(dir, "upper"), below); err != nil {
 		return err
 	}
 	if err := mountAt(dir, rec); err != nil {
@@ -209,29 +210,6 @@ func (v *Volumes) furnish(dir string, rec stored) error {
 		return err
 	}
 	return record.WriteJSON(filepath.Join(dir, "volume.json"), rec, true)
-}
-
-// makeUpper makes an empty upperdir whose root is as that of the directory
-// below: an overlay shows the upper one's.
-func makeUpper(upper, below string) error {
-	if err := os.Mkdir(upper, 0o700); err != nil {
-		return err
-	}
-	from, err := openRoot(below)
-	if err != nil {
-		return err
-	}
-	defer from.Close()
-	to, err := openRoot(upper)
-	if err != nil {
-		return err
-	}
-	defer to.Close()
-	want, err := attrsOf(from)
-	if err != nil {
-		return err
-	}
-	return want.put(to)
 }
 
 func same(old stored, opts CreateOptions) error {
@@ -303,7 +281,7 @@ func (v *Volumes) load(name string) (rec stored, err error) {
 		return rec, fmt.Errorf("volume %s: its record is another's: %w", name, fault.ErrCorrupt)
 	}
 	// A root from elsewhere may have it lead out of itself.
-	if err := fsx.NoLinks(v.path(name), "", "upper", "work", "merged", dirApply, dirUndo); err != nil {
+	if err := fsx.NoLinks(v.path(name), "", "upper", "work", "merged", apply.DirApply, apply.DirUndo); err != nil {
 		return rec, fmt.Errorf("volume %s: %w: %w", name, fault.ErrCorrupt, err)
 	}
 	return rec, nil
@@ -395,10 +373,7 @@ func (v *Volumes) view(rec stored) (Volume, error) {
 	if on {
 		out.Mountpoint = merged
 	}
-	var head header
-	if e := record.ReadJSON(v.path(rec.Name, dirUndo, fileHeader), &head); e == nil {
-		out.Applied = head.Began
-	}
+	out.Applied = v.home(rec).Last()
 	return out, err
 }
 

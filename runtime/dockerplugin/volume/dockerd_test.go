@@ -408,7 +408,7 @@ func TestDocker(t *testing.T) {
 
 	// An apply that is killed is taken back by any command, and one that was
 	// done before is done.
-	for _, point := range []string{"apply.before-backend", "volume.apply.last-write"} {
+	for _, point := range []string{"apply.before-backend", "apply.last-write"} {
 		if _, code := h.agentbox("AGENTBOX_FAILPOINT="+point+"=kill", "apply", "volume://ws"); code != 137 {
 			t.Fatalf("not killed at %s: %d", point, code)
 		}

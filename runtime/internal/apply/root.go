@@ -1,4 +1,4 @@
-package volume
+package apply
 
 import (
 	"crypto/sha256"
@@ -21,10 +21,10 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// root is a directory below which files are reached by relative paths, one component after
+// Root is a directory below which files are reached by relative paths, one component after
 // the other: no symlink is followed and no mount crossed, whatever another process puts
 // there meanwhile.
-type root struct {
+type Root struct {
 	*os.File
 	mount    uint64
 	dev, ino uint64
@@ -32,8 +32,8 @@ type root struct {
 
 const dirFlags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_CLOEXEC
 
-// openRoot opens a directory that is named by a path without symlinks.
-func openRoot(dir string) (*root, error) {
+// OpenRoot opens a directory that is named by a path without symlinks.
+func OpenRoot(dir string) (*Root, error) {
 	slash, err := os.Open("/")
 	if err != nil {
 		return nil, err
@@ -48,12 +48,12 @@ func openRoot(dir string) (*root, error) {
 	return newRoot(at)
 }
 
-func newRoot(f *os.File) (*root, error) {
+func newRoot(f *os.File) (*Root, error) {
 	st, err := statAt(int(f.Fd()), "")
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	return &root{f, st.Mnt_id, unix.Mkdev(st.Dev_major, st.Dev_minor), st.Ino}, nil
+	return &Root{f, st.Mnt_id, unix.Mkdev(st.Dev_major, st.Dev_minor), st.Ino}, nil
 }
 
 // walk opens a directory below at, which it closes.
@@ -76,7 +76,7 @@ func walk(at *os.File, rel string) (*os.File, error) {
 }
 
 // dir opens the directory at rel.
-func (r *root) dir(rel string) (*os.File, error) {
+func (r *Root) dir(rel string) (*os.File, error) {
 	fd, err := unix.Openat(int(r.Fd()), ".", dirFlags, 0)
 	if err != nil {
 		return nil, err
@@ -87,7 +87,7 @@ func (r *root) dir(rel string) (*os.File, error) {
 	}
 	st, err := statAt(int(at.Fd()), "")
 	if err == nil && st.Mnt_id != r.mount {
-		err = fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume", fault.ErrUnsupported, rel)
+		err = mountPoint(rel)
 	}
 	if err != nil {
 		return nil, errors.Join(err, at.Close())
@@ -95,14 +95,19 @@ func (r *root) dir(rel string) (*os.File, error) {
 	return at, nil
 }
 
+func mountPoint(rel string) error {
+	return fmt.Errorf("%w: %s is a mount point: what is mounted there is not part of what is applied",
+		fault.ErrUnsupported, rel)
+}
+
 // parent opens the directory that rel lies in.
-func (r *root) parent(rel string) (*os.File, string, error) {
+func (r *Root) parent(rel string) (*os.File, string, error) {
 	d, err := r.dir(path.Dir(rel))
 	return d, path.Base(rel), err
 }
 
 // sub opens the directory at rel as a root of its own.
-func (r *root) sub(rel string) (*root, error) {
+func (r *Root) sub(rel string) (*Root, error) {
 	d, err := r.dir(rel)
 	if err != nil {
 		return nil, err
@@ -110,8 +115,11 @@ func (r *root) sub(rel string) (*root, error) {
 	return newRoot(d)
 }
 
+// Proc is a path to the directory, for calls that take no descriptor.
+func (r *Root) Proc() string { return procFD(r.File) }
+
 // at is a path to what lies below the root, for calls that take no descriptor.
-func (r *root) at(rel string) string { return procFD(r.File) + "/" + rel }
+func (r *Root) at(rel string) string { return r.Proc() + "/" + rel }
 
 func procFD(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
 
@@ -127,7 +135,7 @@ func statAt(dir int, name string) (st unix.Statx_t, err error) {
 }
 
 // stat looks at rel; nil: there is nothing.
-func (r *root) stat(rel string) (*unix.Statx_t, error) {
+func (r *Root) stat(rel string) (*unix.Statx_t, error) {
 	d, name, err := r.parent(rel)
 	if gone(err) {
 		return nil, nil
@@ -144,8 +152,7 @@ func (r *root) stat(rel string) (*unix.Statx_t, error) {
 		return nil, &fs.PathError{Op: "stat", Path: rel, Err: err}
 	}
 	if st.Mnt_id != r.mount {
-		return nil, fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume",
-			fault.ErrUnsupported, rel)
+		return nil, mountPoint(rel)
 	}
 	return &st, nil
 }
@@ -156,7 +163,7 @@ func gone(err error) bool {
 }
 
 // move renames a to b, each below its own root.
-func move(from *root, a string, to *root, b string, flags uint) error {
+func move(from *Root, a string, to *Root, b string, flags uint) error {
 	da, na, err := from.parent(a)
 	if err != nil {
 		return err
@@ -207,7 +214,7 @@ func visible(set map[string]string) map[string][]byte {
 }
 
 // attrsOf reads those of an open directory, as a user of a mount over it sees them.
-func attrsOf(d *root) (a attrs, err error) {
+func attrsOf(d *Root) (a attrs, err error) {
 	st, err := statAt(int(d.Fd()), "")
 	if err != nil {
 		return a, err
@@ -216,6 +223,29 @@ func attrsOf(d *root) (a attrs, err error) {
 	raw, err := xattrs(procFD(d.File), unix.Listxattr, unix.Getxattr)
 	a.Xattrs = visible(raw)
 	return a, err
+}
+
+// MakeUpper makes an empty upperdir whose root is as that of the directory below: an overlay shows
+// the upper one's.
+func MakeUpper(upper, below string) error {
+	if err := os.Mkdir(upper, 0o700); err != nil {
+		return err
+	}
+	from, err := OpenRoot(below)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	to, err := OpenRoot(upper)
+	if err != nil {
+		return err
+	}
+	defer to.Close()
+	want, err := attrsOf(from)
+	if err != nil {
+		return err
+	}
+	return want.put(to)
 }
 
 // attrsOfEntry are those of a directory of an upperdir.
@@ -231,7 +261,7 @@ func (a attrs) equal(b attrs) bool {
 
 // put gives them to an open directory. A change of owner drops bits of the
 // mode, an ACL and the mode are one, and the time comes last.
-func (a attrs) put(d *root) error {
+func (a attrs) put(d *Root) error {
 	have, err := attrsOf(d)
 	if err != nil {
 		return err
@@ -294,7 +324,7 @@ func xattrs(
 // fingerprint sums up a file, or a directory with everything below it, so that a change by
 // another process shows. It leaves out what a rename changes. It returns "" if rel does
 // not exist.
-func (r *root) fingerprint(rel string) (string, error) {
+func (r *Root) fingerprint(rel string) (string, error) {
 	d, name, err := r.parent(rel)
 	if gone(err) {
 		return "", nil
@@ -322,7 +352,7 @@ func (p *printer) add(d *os.File, name, rel string, top bool) error {
 		return &fs.PathError{Op: "stat", Path: rel, Err: err}
 	}
 	if st.Mnt_id != p.mount {
-		return fmt.Errorf("%w: %s is a mount point: what is mounted there is in no volume", fault.ErrUnsupported, rel)
+		return mountPoint(rel)
 	}
 	dir := isDir(&st)
 	rec := []any{uint16(st.Mode), st.Uid, st.Gid, st.Ino, st.Rdev_major, st.Rdev_minor, st.Mtime.Sec, st.Mtime.Nsec}

@@ -1,4 +1,4 @@
-package volume
+package apply
 
 import (
 	"encoding/base64"
@@ -16,32 +16,29 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// The files of a volume were made inside the sandbox, by root as well. The original is a
+// The files that are applied were made inside the sandbox, by root as well. They get into a
 // directory of the host: there a device is the host's, a set-user-id program gives its owner's
 // rights to every user, and an owner is a user of the host.
 
 // gate judges what comes into the original.
 type gate struct {
-	from    *root
-	owners  bool // the volume's owners come, too
+	from    *Root
+	at      string // what is put before paths in messages
+	owners  bool   // the owners that files have come, too
 	allow   []string
 	new     map[string]ids // directories that the original does not have
-	owns    []own
+	owns    map[string]ids // entries of the upperdir that get another owner
 	refused []runtime.Refusal
 }
 
 type ids struct{ uid, gid uint32 }
 
-// own is an entry of the upperdir whose copy gets another owner.
-type own struct {
-	path string
-	ids
-}
-
-func newGate(from *root, opts runtime.ApplyOptions) *gate {
-	g := &gate{from: from, owners: opts.Owners, new: map[string]ids{}}
+func newGate(from *Root, at string, opts runtime.ApplyOptions) *gate {
+	g := &gate{from: from, owners: opts.Owners, at: at, new: map[string]ids{}, owns: map[string]ids{}}
 	for _, p := range opts.Allow {
-		g.allow = append(g.allow, strings.TrimPrefix(path.Join("/", p), "/"))
+		if rel, ok := Inside(at, path.Join("/", p)); ok {
+			g.allow = append(g.allow, rel)
+		}
 	}
 	return g
 }
@@ -73,7 +70,7 @@ func (g *gate) comes(e overlay.Entry) error {
 		return err
 	}
 	if want != (ids{e.UID, e.GID}) {
-		g.owns = append(g.owns, own{e.Path, want})
+		g.owns[e.Path] = want
 	}
 	return nil
 }
@@ -118,8 +115,13 @@ func (g *gate) ownerOfDir(dir string) (ids, error) {
 	return ids{st.Uid, st.Gid}, nil
 }
 
+// allowsBelow reports whether a path, or a directory that it is in, was named to be let through.
+func (g *gate) allowsBelow(rel string) bool {
+	return slices.ContainsFunc(g.allow, func(top string) bool { return within(rel, top) })
+}
+
 func (g *gate) refuse(rel, reason string, mayAllow bool) {
-	r := runtime.Refusal{Path: path.Join("/", rel), Reason: reason, MayAllow: mayAllow}
+	r := runtime.Refusal{Path: path.Join(g.at, rel), Reason: reason, MayAllow: mayAllow}
 	if !utf8.ValidString(r.Path) {
 		r.PathB64 = base64.StdEncoding.EncodeToString([]byte(r.Path))
 	}
@@ -127,53 +129,33 @@ func (g *gate) refuse(rel, reason string, mayAllow bool) {
 }
 
 // refusal is the error about what must not come, nil if there is nothing.
-func (g *gate) refusal(original string) error {
-	if len(g.refused) == 0 {
+func refusal(places string, refused []runtime.Refusal) error {
+	if len(refused) == 0 {
 		return nil
 	}
 	list, flags := []string{}, []string{}
-	for _, r := range g.refused {
+	for _, r := range refused {
 		list = append(list, r.Path+": "+r.Reason)
 		if r.MayAllow {
 			flags = append(flags, "--allow "+r.Path)
 		}
 	}
-	hint := "Remove devices in the volume."
+	hint := "Remove devices in the sandbox."
 	if len(flags) > 0 {
 		hint = "What you want all the same is named one by one: agentbox apply " +
 			strings.Join(clip(flags, 5), " ") + " ..."
 		if len(flags) < len(list) {
-			hint += " Devices never come: remove them in the volume."
+			hint += " Devices never come: remove them in the sandbox."
 		}
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: this must not get into %s: %s", fault.ErrDenied, original,
+	return &fault.Error{Err: fmt.Errorf("%w: this must not get into %s: %s", fault.ErrDenied, places,
 		strings.Join(clip(list, 10), "; ")), Hint: hint}
-}
-
-// chown gives staged entries their owners.
-func (g *gate) chown(staged *root) error {
-	for _, o := range g.owns {
-		d, name, err := staged.parent(o.path)
-		if err != nil {
-			return err
-		}
-		err = unix.Fchownat(int(d.Fd()), name, int(o.uid), int(o.gid), unix.AT_SYMLINK_NOFOLLOW)
-		_ = d.Close()
-		if err != nil {
-			return &fs.PathError{Op: "chown", Path: o.path, Err: err}
-		}
-	}
-	return nil
 }
 
 // show replaces the owners in changes by those that the original will have.
 func (g *gate) show(changes []runtime.Change) []runtime.Change {
 	if g.owners {
 		return changes
-	}
-	to := map[string]ids{}
-	for _, o := range g.owns {
-		to[o.path] = o.ids
 	}
 	out := changes[:0]
 	for _, c := range changes {
@@ -185,7 +167,7 @@ func (g *gate) show(changes []runtime.Change) []runtime.Change {
 			if c.Old != nil && c.New != nil {
 				c.New.UID, c.New.GID = c.Old.UID, c.Old.GID
 			}
-		} else if o, ok := to[strings.TrimPrefix(rawPath(c), "/")]; ok && c.New != nil {
+		} else if o, ok := g.owns[strings.TrimPrefix(rawPath(c), "/")]; ok && c.New != nil {
 			c.New.UID, c.New.GID = o.uid, o.gid
 		}
 		out = append(out, c)

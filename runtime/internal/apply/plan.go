@@ -1,11 +1,10 @@
-package volume
+package apply
 
 import (
 	"bytes"
-	"context"
-	"errors"
 	"io"
 	"io/fs"
+	"iter"
 	"maps"
 	"os"
 	"path"
@@ -16,7 +15,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 )
 
-// The effect of an op on one path of the original, and on all below it.
+// The effect of an op on one path of the directory, and on all below it.
 const (
 	opPut    = "put"    // nothing is there: what is staged comes
 	opSwap   = "swap"   // what is staged and what is there change places
@@ -31,11 +30,10 @@ type op struct {
 	At   []byte `json:"at"`   // in the scratch directory
 	// The old file is in the original, the new one is staged. A fingerprint holds
 	// wherever the file is.
-	OldIno   uint64 `json:"old_ino,omitempty"`
-	Old      string `json:"old,omitempty"`
-	NewIno   uint64 `json:"new_ino,omitempty"`
-	New      string `json:"new,omitempty"`
-	conflict bool
+	OldIno uint64 `json:"old_ino,omitempty"`
+	Old    string `json:"old,omitempty"`
+	NewIno uint64 `json:"new_ino,omitempty"`
+	New    string `json:"new,omitempty"`
 }
 
 // dirOp gives a directory that both sides have the attributes of the upper one.
@@ -51,23 +49,15 @@ type plan struct {
 	Dirs []dirOp `json:"dirs"` // likewise
 
 	conflicts []string
-	fixes     []fix
+	links     map[string]bool    // names in the upperdir that others are hard links to
+	left      map[string]bool    // what does not come with the directory that it is in
+	merged    map[string]*merged // files that come otherwise than the upperdir has them
 }
 
-// fix is an entry of the upperdir whose copy is to lose what only overlayfs
-// understands.
-type fix struct {
-	path     string
-	dir      bool
-	whiteout bool
-	mtime    overlay.Time // of a dir
-	xattrs   map[string]string
-}
-
-// planner turns an upperdir into a plan.
+// planner turns the upperdir of a volume into a plan.
 type planner struct {
 	plan
-	from, upper *root
+	from, upper *Root
 	gate        *gate
 	done        string // all below this path is taken care of
 	dirTimes    map[string]overlay.Time
@@ -75,27 +65,25 @@ type planner struct {
 
 const whiteoutXattr = overlayXattr + "whiteout"
 
-// newPlan compares an upperdir with the directory below it.
-func newPlan(ctx context.Context, from, upper *root, upperPath string, g *gate) (*plan, error) {
+// newPlan compares an upperdir with the directory below it. All that the upperdir has comes.
+func newPlan(from *Root, entries iter.Seq2[overlay.Entry, error], upper *Root, g *gate) (*plan, error) {
 	p := &planner{from: from, upper: upper, gate: g, dirTimes: map[string]overlay.Time{}}
-	if err := overlay.Walk(ctx, upperPath, overlay.WalkOptions{}, p.add); err != nil {
-		return nil, err
+	p.links = map[string]bool{}
+	for e, err := range entries {
+		if err == nil {
+			err = p.add(e)
+		}
+		if err != nil {
+			return nil, err
+		}
 	}
 	return &p.plan, nil
 }
 
 func (p *planner) add(e overlay.Entry) error {
-	dir := e.Type == overlay.TypeDir
-	_, marked := e.Xattrs[whiteoutXattr]
-	white := e.Type == overlay.TypeWhiteout || e.Type == overlay.TypeFile && marked && e.Size == 0
-	f := fix{path: e.Path, dir: dir, whiteout: white, mtime: e.Mtime, xattrs: map[string]string{}}
-	for name, value := range e.Xattrs {
-		if strings.HasPrefix(name, overlayXattr) {
-			f.xattrs[name] = value
-		}
-	}
-	if dir || white || len(f.xattrs) > 0 {
-		p.fixes = append(p.fixes, f)
+	dir, white := e.Type == overlay.TypeDir, whiteout(&e)
+	if e.Hardlink != "" {
+		p.links[e.Hardlink] = true
 	}
 	if dir {
 		p.dirTimes[e.Path] = e.Mtime
@@ -121,7 +109,7 @@ func (p *planner) add(e overlay.Entry) error {
 		// The whiteout changed its directory, which nothing did since.
 		parent := p.dirTimes[path.Dir(e.Path)]
 		return p.op(opRemove, e.Path, low, since(low, unix.StatxTimestamp{Sec: parent.Sec, Nsec: uint32(parent.Nsec)}))
-	case dir && isDir(low) && e.Xattrs[overlayXattr+"opaque"] != "y":
+	case dir && isDir(low) && !opaque(&e):
 		return p.merge(e)
 	}
 	if dir {
@@ -163,19 +151,24 @@ func since(low *unix.Statx_t, t unix.StatxTimestamp) bool {
 }
 
 func (p *planner) op(kind, rel string, low *unix.Statx_t, conflict bool) error {
-	o := op{Kind: kind, Path: []byte(rel), At: []byte("new/" + rel), conflict: conflict}
-	if low != nil {
-		o.OldIno = low.Ino
-		var err error
-		if o.Old, err = p.from.fingerprint(rel); err != nil {
-			return err
-		}
+	print, err := p.from.fingerprint(rel)
+	if err != nil {
+		return err
 	}
 	if conflict {
 		p.conflicts = append(p.conflicts, rel)
 	}
-	p.Ops = append(p.Ops, o)
+	p.plan.op(kind, rel, low, print)
 	return nil
+}
+
+// op adds an operation on what is at a path, of which this is the fingerprint.
+func (p *plan) op(kind, rel string, low *unix.Statx_t, print string) {
+	o := op{Kind: kind, Path: []byte(rel), At: []byte("new/" + rel)}
+	if low != nil {
+		o.OldIno, o.Old = low.Ino, print
+	}
+	p.Ops = append(p.Ops, o)
 }
 
 // merge plans for a directory that both sides have.
@@ -253,21 +246,7 @@ func (p *planner) sameContent(d *os.File, name string, e overlay.Entry) (bool, e
 		return false, err
 	}
 	defer up.Close()
-	a, b := make([]byte, 128<<10), make([]byte, 128<<10)
-	for {
-		n, err := io.ReadFull(low, a)
-		m, e2 := io.ReadFull(up, b)
-		if n != m || !bytes.Equal(a[:n], b[:m]) {
-			return false, nil
-		}
-		end := errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
-		if end && (errors.Is(e2, io.EOF) || errors.Is(e2, io.ErrUnexpectedEOF)) {
-			return true, nil
-		}
-		if err != nil || e2 != nil {
-			return false, errors.Join(err, e2)
-		}
-	}
+	return sameBytes(low, up)
 }
 
 func openFile(d *os.File, name string) (*os.File, error) {

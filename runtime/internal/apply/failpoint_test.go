@@ -1,0 +1,151 @@
+//go:build failpoint
+
+package apply
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/agentbox/agentbox/runtime"
+)
+
+// points are the instants at which an apply is broken, and whether the directories have the new
+// state afterwards.
+var points = map[string]bool{
+	"apply.before-stage":  false,
+	"apply.after-copy":    false,
+	"apply.after-stage":   false,
+	"apply.before-write":  false,
+	"apply.first-write":   false,
+	"apply.mid-write":     false,
+	"apply.last-write":    false,
+	"apply.after-dirs":    false,
+	"apply.before-commit": false,
+	"apply.after-commit":  true,
+	"apply.after-upper":   true,
+	"apply.before-end":    true,
+}
+
+// broken runs a role in another process, and breaks it at a point.
+func broken(t *testing.T, root, role, point, action string) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), "APPLY_TEST_ROLE="+role, "APPLY_TEST_ROOT="+root,
+		"AGENTBOX_FAILPOINT="+point+"="+action)
+	var out strings.Builder
+	cmd.Stderr = &out
+	err := cmd.Run()
+	var exit *exec.ExitError
+	switch {
+	case !errors.As(err, &exit):
+		t.Fatalf("%s did not fire: %v\n%s", point, err, out.String())
+	case action == "kill" && exit.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL:
+		t.Fatalf("%s did not kill: %v\n%s", point, err, out.String())
+	case action != "kill" && !strings.Contains(out.String(), "failpoint "+point):
+		t.Fatalf("%s did not fire: %v\n%s", point, err, out.String())
+	}
+}
+
+// two is a sandbox that has changed two workspaces.
+func two(t *testing.T, place string) (l *lab, old, new []map[string]string) {
+	t.Helper()
+	l, end := newLab(t, place, 2)
+	t.Cleanup(end)
+	for i := range l.n {
+		edit(t, l.from(i), "put a a\nput d/x x\nput d/y y\nput gone/z z\nput file f")
+	}
+	l.begin(t)
+	for i := range l.n {
+		l.inside(t, i, func(dir string) {
+			edit(t, dir, "put a A\nput d/x X\nrm gone\nput n/deep/f f\nrm file\nput file/in in\nrm d\nput d/y y")
+			new = append(new, files(t, dir))
+		})
+		old = append(old, files(t, l.from(i)))
+	}
+	return l, old, new
+}
+
+// TestBroken breaks an apply of two workspaces at every point: afterwards both directories are as they
+// were, or both have all.
+func TestBroken(t *testing.T) {
+	for place := range places {
+		for point, applied := range points {
+			for _, action := range []string{"kill", "error", "enospc"} {
+				t.Run(place+"/"+point+"/"+action, func(t *testing.T) {
+					l, old, new := two(t, place)
+					broken(t, l.root, "apply", point, action)
+					_, err := Settle(l.home())
+					must(t, err)
+					want := old
+					if applied {
+						want = new
+					}
+					for i := range l.n {
+						same(t, "the directory", files(t, l.from(i)), want[i])
+						l.inside(t, i, func(dir string) { same(t, "the sandbox", files(t, dir), new[i]) })
+						for _, g := range []string{l.from(i) + "/.agentbox-*", l.root + "/home/apply"} {
+							if left, _ := filepath.Glob(g); len(left) > 0 {
+								t.Errorf("left: %q", left)
+							}
+						}
+					}
+					notes, err := l.home().Notes()
+					must(t, err)
+					if len(notes) > 0 {
+						t.Errorf("notes without one: %s", notes)
+					}
+					if !applied {
+						_, err := l.run(runtime.ApplyOptions{}, nil)
+						must(t, err)
+					}
+					for i := range l.n {
+						same(t, "the directory in the end", files(t, l.from(i)), new[i])
+					}
+				})
+			}
+		}
+	}
+}
+
+// TestUndoBroken breaks an undo of two workspaces: it is finished, or was not begun.
+func TestUndoBroken(t *testing.T) {
+	for place := range places {
+		for point, back := range map[string]bool{
+			"apply.undo-before-write": false, "apply.undo-mid-write": true, "apply.after-rollback": true,
+		} {
+			for _, action := range []string{"kill", "error"} {
+				t.Run(place+"/"+point+"/"+action, func(t *testing.T) {
+					l, old, new := two(t, place)
+					_, err := l.run(runtime.ApplyOptions{}, nil)
+					must(t, err)
+					broken(t, l.root, "undo", point, action)
+					_, err = Settle(l.home())
+					must(t, err)
+					want := new
+					if back {
+						want = old
+					}
+					for i := range l.n {
+						same(t, "the directory", files(t, l.from(i)), want[i])
+						if left, _ := filepath.Glob(l.from(i) + "/.agentbox-*"); len(left) > 0 {
+							t.Errorf("left: %q", left)
+						}
+					}
+					if !back {
+						_, err := Undo(t.Context(), l.home(), false)
+						must(t, err)
+					}
+					for i := range l.n {
+						same(t, "the directory in the end", files(t, l.from(i)), old[i])
+						l.inside(t, i, func(dir string) { same(t, "the sandbox", files(t, dir), new[i]) })
+					}
+				})
+			}
+		}
+	}
+}

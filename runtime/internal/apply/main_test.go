@@ -1,0 +1,300 @@
+package apply
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
+)
+
+func TestMain(m *testing.M) {
+	if root := os.Getenv("APPLY_TEST_ROOT"); root != "" {
+		if err := play(root, os.Getenv("APPLY_TEST_ROLE")); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	if os.Geteuid() != 0 {
+		fmt.Fprintln(os.Stderr, "these tests mount overlays: run them as root")
+		os.Exit(1)
+	}
+	os.Exit(inMemory(m))
+}
+
+// places are where the directories lie: on the home's own mount or on another.
+var places = map[string]string{"near": "", "far": ""}
+
+// inMemory runs the tests on file systems of memory: they wait for the disk
+// hundreds of times.
+func inMemory(m *testing.M) (code int) {
+	for place := range places {
+		dir, err := os.MkdirTemp("", "apply")
+		if err == nil {
+			defer os.Remove(dir)
+			err = unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=700")
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		defer func() {
+			if err := unix.Unmount(dir, unix.UMOUNT_NOFOLLOW); err != nil {
+				fmt.Fprintln(os.Stderr, "left mounted:", dir, err)
+				code = 1
+			}
+		}()
+		places[place] = dir
+	}
+	return m.Run()
+}
+
+// tb is what a rapid test and an ordinary one have in common.
+type tb interface {
+	Helper()
+	Fatalf(string, ...any)
+	Fatal(...any)
+	Errorf(string, ...any)
+}
+
+func must(t tb, errs ...error) {
+	t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// lab is a sandbox with some workspaces, each in a directory w0, w1, ... of the lab: from is the
+// host's, base what it was when the sandbox began.
+type lab struct {
+	root string
+	n    int
+	far  string // where the directories lie; empty: in the lab
+	keep map[string]BaseEntry
+}
+
+func newLab(t tb, place string, n int) (*lab, func()) {
+	t.Helper()
+	root, err := os.MkdirTemp(places["near"], "lab")
+	must(t, err)
+	l := &lab{root: root, n: n}
+	if place == "far" {
+		l.far, err = os.MkdirTemp(places["far"], "from")
+		must(t, err)
+		must(t, os.WriteFile(root+"/far", []byte(l.far), 0o600))
+	}
+	for i := range n {
+		must(t, os.MkdirAll(l.from(i), 0o755), os.MkdirAll(l.at(i, "upper"), 0o755), os.Mkdir(l.at(i, "work"), 0o755),
+			os.Mkdir(l.at(i, "merged"), 0o755))
+	}
+	must(t, os.Mkdir(root+"/home", 0o700))
+	return l, func() { must(t, os.RemoveAll(root), os.RemoveAll(l.far)) }
+}
+
+func openLab(root string) *lab {
+	l := &lab{root: root}
+	far, _ := os.ReadFile(root + "/far")
+	l.far = string(far)
+	for {
+		if _, err := os.Stat(l.at(l.n, "upper")); err != nil {
+			return l
+		}
+		l.n++
+	}
+}
+
+func (l *lab) at(i int, name string) string {
+	return filepath.Join(l.root, fmt.Sprintf("w%d", i), name)
+}
+
+func (l *lab) from(i int) string {
+	if l.far != "" {
+		return filepath.Join(l.far, fmt.Sprint(i))
+	}
+	return l.at(i, "from")
+}
+
+// begin keeps what the directories are as the base.
+func (l *lab) begin(t tb) {
+	t.Helper()
+	for i := range l.n {
+		must(t, os.RemoveAll(l.at(i, "base")), os.Mkdir(l.at(i, "base"), 0o755),
+			copyTree(context.Background(), l.from(i), l.at(i, "base")))
+	}
+}
+
+// inside runs fn on a workspace as the sandbox sees it.
+func (l *lab) inside(t tb, i int, fn func(dir string)) {
+	t.Helper()
+	m := overlay.Mount{
+		Lower: []string{l.from(i)}, Upper: l.at(i, "upper"), Work: l.at(i, "work"), Target: l.at(i, "merged"),
+	}
+	must(t, m.Mount())
+	defer func() { must(t, overlay.Unmount(m.Target, overlay.UnmountOptions{})) }()
+	fn(m.Target)
+}
+
+func (l *lab) home() Home {
+	var list []runtime.Volume
+	for i := range l.n {
+		list = append(list, runtime.Volume{Target: fmt.Sprintf("/w%d", i), Lower: l.from(i), Path: l.at(i, "upper")})
+	}
+	return OfWorkspaces(l.root+"/home", "c", list, slog.New(slog.DiscardHandler))
+}
+
+// run applies all workspaces.
+func (l *lab) run(opts runtime.ApplyOptions, change func(*Change)) (out runtime.Applied, err error) {
+	ctx := context.Background()
+	h := l.home()
+	var list []Change
+	for i, p := range h.Places {
+		upper, err := OpenRoot(l.at(i, "upper"))
+		if err != nil {
+			return out, err
+		}
+		defer upper.Close()
+		c := Change{Place: p, Source: Upperdir(ctx, upper), Base: l.baseOf(i)}
+		if l.keep != nil {
+			c.Base = func(context.Context, map[string]bool) (map[string]BaseEntry, error) { return l.keep, nil }
+		}
+		if change != nil {
+			change(&c)
+		}
+		list = append(list, c)
+	}
+	out = Nothing(opts)
+	return out, Run(ctx, h, list, opts, &out)
+}
+
+func (l *lab) baseOf(i int) Base {
+	return func(ctx context.Context, _ map[string]bool) (map[string]BaseEntry, error) {
+		dir, err := OpenRoot(l.at(i, "base"))
+		if err != nil {
+			return nil, err
+		}
+		defer dir.Close()
+		found := map[string]BaseEntry{}
+		return found, overlay.Walk(ctx, dir.Proc(), overlay.WalkOptions{}, func(e overlay.Entry) error {
+			data, err := os.ReadFile(l.at(i, "base/"+e.Path))
+			if err != nil && e.Type == overlay.TypeFile {
+				return err
+			}
+			found[e.Path] = BaseEntry{e, memory(data)}
+			return nil
+		})
+	}
+}
+
+// memory is the data of a file.
+type memory []byte
+
+func (m memory) Data(context.Context, overlay.Entry) (io.ReadCloser, error) {
+	return io.NopCloser(bytes.NewReader(m)), nil
+}
+
+// files describes what a directory has: files and links by what is in them, and empty directories.
+func files(t tb, dir string) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	must(t, filepath.WalkDir(dir, func(p string, d fs.DirEntry, err error) error {
+		if err != nil || p == dir {
+			return err
+		}
+		rel, _ := filepath.Rel(dir, p)
+		switch {
+		case d.IsDir():
+			if list, err := os.ReadDir(p); err != nil || len(list) > 0 {
+				return err
+			}
+			out[rel] = "(empty directory)"
+		case d.Type()&fs.ModeSymlink != 0:
+			to, err := os.Readlink(p)
+			out[rel] = "-> " + to
+			return err
+		default:
+			data, err := os.ReadFile(p)
+			out[rel] = string(data)
+			return err
+		}
+		return nil
+	}))
+	return out
+}
+
+func text(m map[string]string) string {
+	var b strings.Builder
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		fmt.Fprintf(&b, "%s: %q\n", k, m[k])
+	}
+	return b.String()
+}
+
+func same(t tb, what string, got, want map[string]string) {
+	t.Helper()
+	if !maps.Equal(got, want) {
+		t.Fatalf("%s has\n%swant\n%s", what, text(got), text(want))
+	}
+}
+
+// edit does some steps to a directory: "put PATH TEXT", "rm PATH", "ln PATH TARGET", "mv A B",
+// "mode PATH MODE".
+func edit(t tb, dir string, steps string) {
+	t.Helper()
+	for line := range strings.SplitSeq(strings.TrimSpace(steps), "\n") {
+		f := strings.SplitN(strings.TrimSpace(line), " ", 3)
+		if f[0] == "" {
+			continue
+		}
+		p := filepath.Join(dir, f[1])
+		switch f[0] {
+		case "put":
+			must(t, os.MkdirAll(filepath.Dir(p), 0o755),
+				os.WriteFile(p, []byte(strings.ReplaceAll(f[2], `\n`, "\n")), 0o644))
+		case "dir":
+			must(t, os.MkdirAll(p, 0o755))
+		case "rm":
+			must(t, os.RemoveAll(p))
+		case "ln":
+			must(t, os.Symlink(f[2], p))
+		case "mv":
+			must(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, f[2])), 0o755), os.Rename(p, filepath.Join(dir, f[2])))
+		case "mode":
+			var mode uint32
+			_, err := fmt.Sscanf(f[2], "%o", &mode)
+			must(t, err, unix.Chmod(p, mode))
+		default:
+			t.Fatalf("step %q", line)
+		}
+	}
+}
+
+// play is what a test has another process do, to break it off.
+func play(root, role string) error {
+	l := openLab(root)
+	switch role {
+	case "apply":
+		_, err := l.run(runtime.ApplyOptions{}, nil)
+		return err
+	case "undo":
+		_, err := Undo(context.Background(), l.home(), false)
+		return err
+	case "settle":
+		_, err := Settle(l.home())
+		return err
+	}
+	return fmt.Errorf("unknown role %q", role)
+}
