@@ -184,6 +184,9 @@ type Container struct {
 	// directory of this host and nowhere else, and its workspaces.
 	Volumes []Volume
 
+	// Applies is the directory that keeps the applies of its workspaces; empty: it has none.
+	Applies string
+
 	// Stage is where Start looks for a staged restore.
 	Stage stage.Slot
 	// NoRestore says, in a sentence, why Start cannot restore processes, and

@@ -88,9 +88,7 @@ var scenesOf = map[string][]string{
 // elsewhere are the beginnings of the failpoints that no sandbox of the backend
 // oci passes, and the tests that break agentbox at each of them.
 var elsewhere = map[string]string{
-	"apply.":                         "../runtime/internal/apply/failpoint_test.go",
-	"apply.after-backend":            "../runtime/dockerplugin/volume/dockerd_test.go",
-	"apply.before-backend":           "../runtime/dockerplugin/volume/dockerd_test.go",
+	"apply.":                         "workspaceapply_test.go",
 	"containerd.":                    "containerd/containerd_test.go",
 	"docker.":                        "docker/sandbox_test.go",
 	"podman.":                        "../runtime/podman/address_test.go",

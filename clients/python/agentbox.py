@@ -576,6 +576,18 @@ class Sandbox:
         """Takes the last restore back."""
         return self._verb("restore", {"undo": True})
 
+    def apply(self, checkpoint="", paths=(), **options):
+        """Brings its changes into the directories that its workspaces, or the volume, lie over.
+
+        Of workspaces, what comes is what a checkpoint has, and one is taken unless it is named;
+        paths limits it. State is raised if both sides have changed something, Denied for what
+        must be allowed by name. Returns the service's report: "changes", "conflicts", "merged",
+        "checkpoint" and so on. options are further members of ApplyOptions, like dry_run, undo,
+        workspace, markers, ours, theirs and allow.
+        """
+        options["paths"] = list(paths)
+        return self.client.post(self._at("apply", checkpoint), options)
+
     def fork(self, count=1, checkpoint="", labels=None, **options):
         """New sandboxes that start at a checkpoint, or where this one is now."""
         own = dict(labels or {})

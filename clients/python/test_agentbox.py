@@ -170,6 +170,28 @@ class TestService(unittest.TestCase):
             with self.assertRaises(agentbox.NotFound):
                 list(box.files("/nope", checkpoint=before))
 
+    def test_apply(self):
+        with tempfile.TemporaryDirectory() as directory, self.client.session() as session:
+            made = os.path.join(directory, "made")
+            box = session.run("busybox", ["sleep", "1000"], name="worker", network="none",
+                              mounts=[{"type": "workspace", "source": directory, "target": "/work"}])
+            box.checkpoint("before")
+            box.write("/work/made", b"inside")
+            report = box.apply(dry_run=True)
+            self.assertEqual([c["path"] for c in report["changes"]], ["/work/made"])
+            self.assertFalse(os.path.exists(made))
+            box.write("/work/made", b"later")
+            box.apply(checkpoint=report["checkpoint"], paths=["/work/made"])
+            with open(made, "rb") as f:
+                self.assertEqual(f.read(), b"inside")
+            self.assertTrue(box.apply(undo=True)["undone"])
+            self.assertFalse(os.path.exists(made))
+            with open(made, "wb") as f:
+                f.write(b"the owner's")
+            with self.assertRaises(agentbox.State):
+                box.apply()
+            box.apply(theirs=True)
+
     def test_list_and_delete(self):
         with self.client.session() as session:
             state = "while ! grep -qE ':270F [0-9A-F:]+ %s' /proc/net/tcp /proc/net/tcp6; do sleep 0.02; done"

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/agentbox/agentbox/runtime"
@@ -20,7 +22,7 @@ func TestApply(t *testing.T) {
 		}
 	}
 	try(t, newFake(), "", "apply", "--dry-run", "--undo", "volume://ws").want(t, exitUsage, "", "exclude each other")
-	try(t, newFake(), "", "apply").want(t, exitUsage, "", "SANDBOX is missing")
+	try(t, newFake(), "", "apply").want(t, exitUsage, "", "SANDBOX[@CHECKPOINT] is missing")
 	f.applied = runtime.Applied{Changes: []runtime.Change{
 		{Path: "/l", Change: "A", New: &runtime.FileState{
 			Type: "symlink", Mode: "0777", UID: 1, GID: 2, Target: "/etc/a b",
@@ -38,4 +40,47 @@ func TestApply(t *testing.T) {
 	}
 	f.fail["Apply"] = &runtime.Error{Err: runtime.ErrState}
 	try(t, f, "", "apply", "volume://ws").want(t, exitState, "", "not possible in this state")
+}
+
+func TestApplyWorkspace(t *testing.T) {
+	f := newFake()
+	try(t, f, "", "apply", "--workspace", "/work", "c@HEAD~1", "--", "/work/a b", "/work/d").want(t, 0, "A /a b\nD /d\n",
+		"/m was changed on both sides, and is merged")
+	try(t, f, "", "apply", "--markers", "c").want(t, 0, "A /a b\nD /d\n",
+		"/m was changed on both sides, and is merged", "/c was changed on both sides: it has conflict markers")
+	want := []string{"Apply c@HEAD~1 false /work [/work/a b /work/d]", "Close", "Apply c false  []", "Close"}
+	if !slices.Equal(f.calls, want) {
+		t.Errorf("calls: %q", f.calls)
+	}
+	for args, says := range map[string]string{
+		"--markers --ours c": "exclude each other", "--ours --theirs c": "exclude each other",
+		"--force --ours c": "exclude each other", "c -- work": "is not absolute",
+		"--undo c -- /work": "takes back all", "--undo --workspace /work c": "takes back all", "c d": "unexpected",
+	} {
+		try(t, newFake(), "", append([]string{"apply"}, strings.Fields(args)...)...).want(t, exitUsage, "", says)
+	}
+}
+
+// On a terminal apply shows what comes, and applies just that.
+func TestApplyAsks(t *testing.T) {
+	const question = "Apply 2 changes to /srv/repo? [y/N] "
+	p := onPty(t, "apply", "c")
+	p.expect("/m was changed on both sides, and is merged")
+	p.expect("D /d")
+	p.expect(question)
+	p.write("y\n")
+	p.expect("take it back with: agentbox apply --undo c")
+	p.end(0)
+	p = onPty(t, "apply", "c")
+	p.expect(question)
+	p.write("\n")
+	p.expect("nothing was applied")
+	p.end(exitFailure)
+	for _, args := range []string{"-y c", "--dry-run c", "--undo c", "volume://ws", "--format json c"} {
+		p := onPty(t, append([]string{"apply"}, strings.Fields(args)...)...)
+		p.end(0)
+		if strings.Contains(p.seen.String(), "[y/N]") {
+			t.Errorf("%q asks", args)
+		}
+	}
 }

@@ -399,11 +399,22 @@ func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOpt
 	if len(f.applied.Changes) > 0 {
 		return f.applied, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force, "owners", opts.Allow)
 	}
-	return runtime.Applied{Sandbox: ref, Original: "/srv/repo", DryRun: opts.DryRun, Undone: opts.Undo,
-			Changes: []runtime.Change{
-				{Path: "/a b", Change: "A", Type: "file"}, {Path: "/d", Change: "D", Type: "dir"},
-			}},
-		f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)
+	out := runtime.Applied{
+		Sandbox: ref, Original: "/srv/repo", DryRun: opts.DryRun, Undone: opts.Undo,
+		Changes: []runtime.Change{
+			{Path: "/a b", Change: "A", Type: "file"}, {Path: "/d", Change: "D", Type: "dir"},
+		},
+	}
+	if !strings.HasPrefix(ref, "volume://") {
+		out.Checkpoint = "5abc5abc5abc"
+		out.Workspaces = []runtime.AppliedWorkspace{{Path: "/work", Original: "/srv/repo"}}
+		out.Merged, out.Conflicts = []string{"/m"}, nil
+		if opts.Markers {
+			out.Conflicts, out.Merged = []string{"/c"}, []string{"/c", "/m"}
+		}
+		return out, f.call("Apply", ref, opts.DryRun, opts.Workspace, opts.Paths)
+	}
+	return out, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)
 }
 
 func (f *fakeService) ImportImage(_ context.Context, name, source string) (runtime.Image, error) {

@@ -95,7 +95,7 @@ var allowed = map[string][]string{
 		"internal/guard", "internal/undo", "overlay", "policy", "runtime/eventlog", "runtime/network/egress",
 		"runtime/portable", "runtime/registry", "runtime/engine/progress", "runtime/engine/worktree", "runtime/store",
 		"internal/idmap", "runtime/internal/changes", "runtime/internal/kernel", "runtime/internal/record",
-		"internal/flock", "internal/fsx", "internal/rights", "images/reference",
+		"internal/flock", "internal/fsx", "internal/rights", "images/reference", "runtime/internal/apply",
 	},
 	"runtime/backendtest": {"criu", "criu/stage", "runtime", "internal/idmap"},
 	"runtime/api": {
@@ -143,7 +143,7 @@ var allowed = map[string][]string{
 		"runtime/internal/changes", "runtime/internal/record",
 	},
 	"runtime/internal/bundle": {
-		"internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel",
+		"runtime/internal/apply", "internal/fault", "internal/lazy", "overlay", "policy", "runtime", "runtime/internal/kernel",
 		"runtime/internal/record", "runtime/network", "runtime/internal/apparmor",
 	},
 	"runtime/internal/box": {

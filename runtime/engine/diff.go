@@ -168,6 +168,9 @@ func (d *differ) changesIn(
 	a := areas[i]
 	var list []overlay.Change
 	err := d.compare(ctx, areas, i, req.Paranoid, func(c overlay.Change) error {
+		if a.given(c) {
+			return nil
+		}
 		if len(list) == limit {
 			return errEnough
 		}

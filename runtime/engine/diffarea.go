@@ -12,6 +12,7 @@ import (
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -23,6 +24,8 @@ type area struct {
 	sides [2]overlay.Side
 	from  [2]*worktree.Target // of a checkpoint
 	tree  [2]int              // its number in that
+
+	applied []string // of a workspace that is compared with its directory: paths that were applied to it
 }
 
 // workspaces returns the areas of a sandbox's workspaces. Over a directory that has changed since a
@@ -35,6 +38,11 @@ func (d *differ) workspaces(ctx context.Context, root area, to string) (list []a
 	for _, m := range s.Workspaces() {
 		name := path.Clean(m.Target)
 		a := area{at: inTree(name), lower: []string{m.Source}}
+		if root.from[0] == nil && root.sides[0].Dir == "" {
+			if a.applied, err = d.appliedOf(name); err != nil {
+				return nil, err
+			}
+		}
 		for i := range a.sides {
 			switch {
 			case root.from[i] != nil:
@@ -64,7 +72,7 @@ func (d *differ) workspaceNow(name string) overlay.Side {
 func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, root area) error {
 	reader := root.from[i].Reader
 	m := reader.Manifest()
-	n := 1 + slices.IndexFunc(m.Volumes, func(v store.Volume) bool { return v.Workspace() && v.Name == name })
+	n := m.Workspace(name)
 	if n == 0 {
 		return nil // it had none yet: the directory as it is
 	}
@@ -92,6 +100,32 @@ func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, r
 		Tree: func() (io.ReadCloser, error) { return to.Tree(ctx, n) }, Taken: root.sides[i].Taken,
 	}
 	return nil
+}
+
+// appliedOf returns which paths of a workspace were applied to its directory.
+func (d *differ) appliedOf(name string) (paths []string, err error) {
+	if d.c.Applies == "" {
+		return nil, nil
+	}
+	notes, err := apply.OfWorkspaces(d.c.Applies, d.sb.Name, d.c.Volumes, d.e.log).Notes()
+	if err != nil {
+		return nil, err
+	}
+	l, err := newLineage(d.e, store.Checkpoint{}, notes)
+	if err != nil {
+		return nil, err
+	}
+	for _, of := range l.applied {
+		paths = append(paths, of[name]...)
+	}
+	return paths, nil
+}
+
+// given reports whether a change is only that an apply gave a file an owner, as it does with all that
+// comes.
+func (a area) given(c overlay.Change) bool {
+	return slices.Equal(c.What, []string{overlay.WhatOwner}) &&
+		slices.ContainsFunc(a.applied, func(top string) bool { return inOrAt(c.Path, top) })
 }
 
 // within returns the path in the area of a path in the sandbox, and whether it is in it.

@@ -166,7 +166,7 @@ func (rec *recovery) finish(ctx context.Context, in store.Intent) (did string, e
 	case opCommit:
 		did, err = rec.checkpoints.finishCommit(ctx, in)
 	case opApply:
-		did, err = finishApply(ctx, in, host)
+		did, err = finishApply(ctx, in, host, &workspaces{core: rec.core})
 	case opUpdate:
 		did, err = rec.sandboxes.finishUpdate(ctx, in, host)
 	case opRemove:

@@ -226,6 +226,11 @@ func (m *Manifest) place(n int) string {
 	return m.Volumes[n-1].Name + ":"
 }
 
+// Workspace returns the number of the tree of a workspace; 0: there is none of that name.
+func (m *Manifest) Workspace(name string) int {
+	return 1 + slices.IndexFunc(m.Volumes, func(v Volume) bool { return v.Workspace() && v.Name == name })
+}
+
 // Below returns the number of the tree of the directory that the workspace of a tree lay over; 0:
 // the tree is of no workspace.
 func (m *Manifest) Below(tree int) int {

@@ -277,13 +277,14 @@ func (p *part) planAll(ctx context.Context, out *runtime.Applied) error {
 // conflicting is the error about paths that were changed on both sides.
 func (t *txn) conflicting(force bool) error {
 	var paths []string
-	what, hint := t.parts[0].Name, "Look at both, then apply with --force to have the volume's."
+	what := "since " + t.parts[0].Name + " changed it"
+	hint := "Look at both, then apply with --force to have the volume's."
 	for _, p := range t.parts {
 		for _, c := range p.plan.conflicts {
 			paths = append(paths, path.Join(p.At, c))
 		}
 		if p.merges {
-			what = "the sandbox"
+			what = "and in the sandbox"
 			hint = "Look at both sides. --markers writes both into the files, --ours keeps what the directory has, " +
 				"--theirs takes what the sandbox has."
 		}
@@ -291,7 +292,7 @@ func (t *txn) conflicting(force bool) error {
 	if len(paths) == 0 || force {
 		return nil
 	}
-	return &fault.Error{Err: fmt.Errorf("%w: changed in %s since %s changed it: %s", fault.ErrState,
+	return &fault.Error{Err: fmt.Errorf("%w: changed in %s %s: %s", fault.ErrState,
 		t.names(), what, strings.Join(clip(paths, 50), ", ")), Hint: hint}
 }
 

@@ -130,6 +130,9 @@ func (l *Lifecycle) Remove(ctx context.Context, id string) error {
 		return err
 	}
 
+	if err := l.place(Container{Spec: v.Spec}).SettleApply(v.Spec, l.log); err != nil {
+		return err
+	}
 	if err := l.wipe(ctx, id, strays); err != nil {
 		return err
 	}

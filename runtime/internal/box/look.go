@@ -344,10 +344,8 @@ func (l *Lifecycle) Describe(v View) runtime.Container {
 		Stage:   stage.Slot{Run: l.Stage, ID: v.Spec.ID},
 		Managed: p.Managed(v.Spec),
 	}
-	for _, w := range p.Workspaces(v.Spec) {
-		c.Volumes = append(c.Volumes, runtime.Volume{
-			Name: w.Path, Path: w.Upper, Target: w.Path, Lower: w.Lower[0],
-		})
+	if c.Volumes = p.Volumes(v.Spec); len(c.Volumes) > 0 {
+		c.Applies = p.Applies()
 	}
 	if v.Live() {
 		c.Address = v.Run.Address

@@ -20,6 +20,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 )
 
@@ -51,6 +52,25 @@ func (p Place) Workspaces(s runtime.Spec) (list []Workspace) {
 		})
 	}
 	return list
+}
+
+// Volumes describes the workspaces of a sandbox, and Applies is the directory that keeps what is
+// known of applies of them.
+func (p Place) Volumes(s runtime.Spec) (list []runtime.Volume) {
+	for _, w := range p.Workspaces(s) {
+		list = append(list, runtime.Volume{Name: w.Path, Path: w.Upper, Target: w.Path, Lower: w.Lower[0]})
+	}
+	return list
+}
+
+// Applies: see Volumes.
+func (p Place) Applies() string { return filepath.Join(p.Dir, workspacesDir) }
+
+// SettleApply finishes an apply of the workspaces that was killed, or takes it back: what the host's
+// directories had may be in it.
+func (p Place) SettleApply(s runtime.Spec, log *slog.Logger) error {
+	_, err := apply.Settle(apply.OfWorkspaces(p.Applies(), s.Name, p.Volumes(s), log))
+	return err
 }
 
 // layOutWorkspaces makes the directories of the workspaces. To the sandbox, an upperdir is the
