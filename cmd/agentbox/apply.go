@@ -37,7 +37,7 @@ func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
-func (o *applyOptions) check() error {
+func (o *applyOptions) check(paths int) error {
 	ways := 0
 	for _, set := range []bool{o.Markers, o.Ours, o.Theirs || o.Force && !o.Undo} {
 		if set {
@@ -49,21 +49,46 @@ func (o *applyOptions) check() error {
 		return usageErrorf("--dry-run and --undo exclude each other")
 	case ways > 1:
 		return usageErrorf("--markers, --ours and --theirs exclude each other")
-	case o.Undo && (o.Workspace != "" || len(o.Paths) > 0):
+	case o.Undo && (o.Workspace != "" || paths > 0):
 		return usageErrorf("--undo takes back all that the last apply did")
 	}
-	for _, p := range o.Paths {
-		if !path.IsAbs(p) {
-			return usageErrorf("the path %q is not absolute; it is one in the sandbox", p)
-		}
-	}
 	return nil
+}
+
+// place returns what is applied, and sets the paths: where SANDBOX is left out, it is the one that
+// has a workspace here, and they may be relative to the current directory.
+func (o *applyOptions) place(
+	ctx context.Context, names, paths []string, svc runtime.Service,
+) (what string, err error) {
+	o.Paths = nil
+	var p place
+	elided := elided(names)
+	if elided {
+		if p, err = here(ctx, svc); err != nil {
+			return "", err
+		}
+		what = p.sandbox.Name
+		if len(names) > 0 {
+			what += "@" + strings.TrimPrefix(names[0], "@")
+		}
+	} else {
+		what = names[0]
+	}
+	for _, name := range paths {
+		if elided {
+			name = p.in(name)
+		} else if !path.IsAbs(name) {
+			return "", usageErrorf("the path %q is not absolute; it is one in the sandbox", name)
+		}
+		o.Paths = append(o.Paths, name)
+	}
+	return what, nil
 }
 
 func newApplyCommand(a *app) *cobra.Command {
 	var opts applyOptions
 	cmd := &cobra.Command{
-		Use:   "apply [flags] SANDBOX[@CHECKPOINT] [-- PATH...]",
+		Use:   "apply [flags] [SANDBOX][@CHECKPOINT] [-- PATH...]",
 		Short: "Bring a sandbox's changes into the directory that they were made over",
 		Long: `Apply brings what a sandbox has changed in its workspaces into the directories that these lie
 over, or a volume's changes into the directory that it was made from: files are replaced,
@@ -74,7 +99,7 @@ back when anything fails or, if agentbox is killed, with the next agentbox comma
 What comes of a workspace is what CHECKPOINT has; without one, apply takes a checkpoint of the
 files. The sandbox may go on, and keeps all that it has. With PATHs, absolute ones in the
 sandbox, only what lies at and below them comes. On a terminal apply lists what changes and
-asks.
+asks. Where SANDBOX is left out, PATHs may be relative to the current directory.
 
 The directory may be in use. What only the directory has changed stays as it is there. Texts that both
 sides have changed are merged, by git. Where that is not possible nothing is applied and the
@@ -99,7 +124,9 @@ copies, so that one of several names of a file comes back as a file of its own.
 It prints the changes as 'agentbox diff' does (A, M, D, T); with --format json one object: sandbox,
 sandbox_name, original, dry_run, undone, changes, conflicts, refused, and of workspaces
 checkpoint, workspaces (path, original), merged.`,
-		Example: `  agentbox apply --dry-run c
+		Example: `  agentbox apply                            # in the directory of a workspace
+  agentbox apply -- src README
+  agentbox apply --dry-run c
   agentbox apply c
   agentbox apply --undo c
   agentbox apply c@HEAD~1 -- /work/src /work/README
@@ -110,7 +137,7 @@ checkpoint, workspaces (path, original), merged.`,
 			exitDenied, exitUnsupported),
 		Args: func(cmd *cobra.Command, list []string) error {
 			names, _ := splitPaths(cmd, list)
-			return args(1, 1)(cmd, names)
+			return args(0, 1)(cmd, names)
 		},
 		ValidArgsFunction: func(cmd *cobra.Command, args []string, _ string) ([]string, cobra.ShellCompDirective) {
 			if len(args) > 0 {
@@ -120,16 +147,21 @@ checkpoint, workspaces (path, original), merged.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			names, paths := splitPaths(cmd, args)
-			opts.Paths = paths
-			if err := opts.check(); err != nil {
+			if len(names) > 0 && names[0] == "" {
+				return usageErrorf("SANDBOX is empty")
+			}
+			if err := opts.check(len(paths)); err != nil {
 				return err
 			}
-			ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Yes && !opts.DryRun && !opts.Undo &&
-				opts.Format != formatJSON && !strings.HasPrefix(names[0], "volume://")
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				what, shown := names[0], false
+				what, err := opts.place(cmd.Context(), names, paths, svc)
+				if err != nil {
+					return err
+				}
+				ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Yes && !opts.DryRun && !opts.Undo &&
+					opts.Format != formatJSON && !strings.HasPrefix(what, "volume://")
+				shown := false
 				if ask {
-					var err error
 					if what, shown, err = confirmApply(cmd.Context(), opts, what, svc, a.stdin, a.stderr); what == "" {
 						return err
 					}
@@ -271,8 +303,12 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 // printApplied lists the changes of an apply, with what each file is to be if asked to.
 func printApplied(out runtime.Applied, to io.Writer, states bool) error {
 	w := bufio.NewWriter(to)
+	var opts diffOptions // the paths of a single workspace are relative to it
+	if len(out.Workspaces) == 1 {
+		opts.top = out.Workspaces[0].Path
+	}
 	for _, c := range out.Changes {
-		fmt.Fprintf(w, "%s %s", c.Change, quotePath(pathOf(c.Path, c.PathB64)))
+		fmt.Fprintf(w, "%s %s", c.Change, quotePath(opts.shown(c.Path, c.PathB64)))
 		if states && c.New != nil {
 			w.WriteString(" " + fileStateText(*c.New))
 		}

@@ -93,8 +93,8 @@ mounts are not looked into. With PATHs, absolute ones in the sandbox, only what 
 below them is listed. A path with unusual characters is in quotes.
 
 Of a sandbox with workspaces only these are compared, unless PATHs or --all are given, and without
-A it is with their directories, which is what 'agentbox image' means there: it lists what
-'agentbox apply' would bring. The paths of a single workspace are relative to it. Where SANDBOX
+A it is with their directories as they are now. What of it 'agentbox apply' would bring is shown by
+'agentbox apply --dry-run'. The paths of a single workspace are relative to it. Where SANDBOX
 is left out, PATHs may be relative to the current directory.
 
 With --patch it prints what 'git apply' and 'patch -p1' make the new files of: unified diffs,

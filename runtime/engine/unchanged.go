@@ -106,7 +106,7 @@ func (p *comparison) same(ctx context.Context, volumes bool) (bool, error) {
 		}
 		as, err := p.untouched(ctx, v.Path, tree)
 		if err == nil && as && v.Workspace() && !p.own {
-			as, err = p.untouched(ctx, v.Lower, m.Below(tree))
+			as, err = p.untouchedTree(ctx, worktree.Tree{Dir: v.Lower, Number: m.Below(tree), Below: true})
 		}
 		if err != nil {
 			return false, err
@@ -127,8 +127,12 @@ func (p *comparison) same(ctx context.Context, volumes bool) (bool, error) {
 
 // untouched reports whether the file cache shows that a directory is a tree of the checkpoint.
 func (p *comparison) untouched(ctx context.Context, dir string, tree int) (bool, error) {
-	t := worktree.Tree{Dir: dir, Number: tree, Home: p.cs.home(p.sb)}
-	return t.IsUntouched(ctx, filepath.Join(p.scratch, fmt.Sprint(tree)), worktree.Target{Reader: p.reader})
+	return p.untouchedTree(ctx, worktree.Tree{Dir: dir, Number: tree})
+}
+
+func (p *comparison) untouchedTree(ctx context.Context, t worktree.Tree) (bool, error) {
+	t.Home = p.cs.home(p.sb)
+	return t.IsUntouched(ctx, filepath.Join(p.scratch, fmt.Sprint(t.Number)), worktree.Target{Reader: p.reader})
 }
 
 // shows reports whether Diff shows no change since the checkpoint; own: none of the sandbox itself.
