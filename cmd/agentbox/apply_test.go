@@ -22,7 +22,7 @@ func TestApply(t *testing.T) {
 		}
 	}
 	try(t, newFake(), "", "apply", "--dry-run", "--undo", "volume://ws").want(t, exitUsage, "", "exclude each other")
-	try(t, newFake(), "", "apply").want(t, exitUsage, "", "SANDBOX[@CHECKPOINT] is missing")
+	try(t, newFake(), "", "apply").want(t, exitUsage, "", "SANDBOX is missing")
 	f.applied = runtime.Applied{Changes: []runtime.Change{
 		{Path: "/l", Change: "A", New: &runtime.FileState{
 			Type: "symlink", Mode: "0777", UID: 1, GID: 2, Target: "/etc/a b",

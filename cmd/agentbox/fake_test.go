@@ -33,6 +33,7 @@ type fakeService struct {
 	reaped      []string
 	ckOpts      runtime.CheckpointOptions
 	applied     runtime.Applied
+	applyOpts   runtime.ApplyOptions
 	reOpts      runtime.RestoreOptions
 	attached    []runtime.RestoredFile
 	hostErr     error // of a restore, but for which it is done
@@ -396,6 +397,7 @@ func (f *fakeService) History(
 }
 
 func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOptions) (runtime.Applied, error) {
+	f.applyOpts = opts
 	if len(f.applied.Changes) > 0 {
 		return f.applied, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force, "owners", opts.Allow)
 	}

@@ -93,6 +93,42 @@ func TestHere(t *testing.T) {
 	try(t, inner, "", "restore").want(t, 0, "inner\n")
 }
 
+// TestHereApply: apply, too, and its paths may be relative.
+func TestHereApply(t *testing.T) {
+	dir, err := filepath.EvalSymlinks(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(dir+"/src", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Chdir(dir + "/src")
+	for args, want := range map[string]struct {
+		ref   string
+		paths []string
+	}{
+		"apply":                  {ref: "box"},
+		"apply @before":          {ref: "box@before"},
+		"apply HEAD~1 -- x ../y": {ref: "box@HEAD~1", paths: []string{"/work/src/x", "/work/y"}},
+		"apply box -- /work/src": {ref: "box", paths: []string{"/work/src"}},
+	} {
+		f := overDir(dir, "box")
+		if r := try(t, f, "", strings.Fields(args)...); r.code != 0 {
+			t.Errorf("%s: code %d: %s", args, r.code, r.stderr)
+		}
+		if !slices.ContainsFunc(f.calls, func(call string) bool { return strings.HasPrefix(call, "Apply "+want.ref+" ") }) ||
+			!slices.Equal(f.applyOpts.Paths, want.paths) {
+			t.Errorf("%s: paths %q, calls %q", args, f.applyOpts.Paths, f.calls)
+		}
+	}
+	f := overDir(dir, "box")
+	f.applied = runtime.Applied{
+		Checkpoint: "3f2a", Changes: []runtime.Change{{Path: "/work/src/x", Change: "A", Type: "file"}},
+		Workspaces: []runtime.AppliedWorkspace{{Path: "/work", Original: dir}},
+	}
+	try(t, f, "", "apply").want(t, 0, "A src/x\n")
+}
+
 // TestHereDiff: a diff of a sandbox with workspaces is about these.
 func TestHereDiff(t *testing.T) {
 	dir, err := filepath.EvalSymlinks(t.TempDir())
