@@ -308,6 +308,7 @@ func (cs *checkpoints) prepare(
 func (k *making) prepareMounts(ctx context.Context) error {
 	for _, m := range k.spec.Mounts {
 		switch {
+		case m.Type == "bind" && m.ReadOnly: // nothing that the sandbox does is lost with it
 		case m.Type == "bind":
 			k.row.Warnings = append(k.row.Warnings,
 				fmt.Sprintf("%s is bind mounted from %s and not part of the checkpoint", m.Target, m.Source))
