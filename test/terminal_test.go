@@ -28,7 +28,13 @@ func (b *box) terminal(args ...string) *terminal {
 	b.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), commandTimeout)
 	b.Cleanup(cancel)
-	m := &terminal{b: b, cmd: b.command(ctx, args...), done: make(chan struct{})}
+	return b.onTerminal(b.command(ctx, args...))
+}
+
+// onTerminal starts a command on a terminal.
+func (b *box) onTerminal(cmd *exec.Cmd) *terminal {
+	b.Helper()
+	m := &terminal{b: b, cmd: cmd, done: make(chan struct{})}
 	tty, err := pty.StartWithSize(m.cmd, &pty.Winsize{Rows: 30, Cols: 100})
 	if err != nil {
 		b.Fatal(err)
