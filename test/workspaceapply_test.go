@@ -266,6 +266,47 @@ printf '[core]\n\tfsmonitor = touch /tmp/evil\n' >> .git/config; echo x > ok`)
 	}
 }
 
+// TestWorkspaceApplyCommit: what comes is committed as the user that called sudo, and nothing else.
+func TestWorkspaceApplyCommit(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := repository(t)
+	env := []string{
+		"SUDO_UID=1000", "SUDO_GID=1000", "GIT_AUTHOR_NAME=me", "GIT_AUTHOR_EMAIL=me@example.invalid",
+		"GIT_COMMITTER_NAME=me", "GIT_COMMITTER_EMAIL=me@example.invalid", "GIT_CONFIG_GLOBAL=/dev/null",
+	}
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	b.sh("s", "cd /work; echo more >> src/main.c; rm README; mkdir d; echo f > d/:f; echo ignored > x.o")
+	put(t, dir, ".git/info/exclude", "*.o\n")
+	put(t, dir, "mine", "staged\n")
+	put(t, dir, "src/main.c", "int main() { return 0; }\n// mine\n")
+	git(t, dir, "add", "mine", "src/main.c")
+	if r := b.try(env, "apply", "--git-commit", "--theirs", "s"); r.code != 4 ||
+		!strings.Contains(r.err, "has staged changes of what comes: src/main.c") {
+		t.Errorf("over staged changes: %s", r)
+	}
+	git(t, dir, "checkout", "-q", "HEAD", "src/main.c")
+	if r := b.try(env, "apply", "--git-commit", "-m", "From the agent", "s"); r.code != 0 ||
+		!strings.Contains(r.err, "committed ") {
+		t.Fatalf("%s", r)
+	}
+	equal(b, "the commit", git(t, dir, "show", "--no-renames", "--name-status", "--format=%an %s"),
+		"me From the agent\n\nD\tREADME\nA\td/:f\nM\tsrc/main.c")
+	equal(b, "the rest", git(t, dir, "status", "--porcelain"), "A  mine")
+	equal(b, "what git ignores", readFile(t, filepath.Join(dir, "x.o")), "ignored\n")
+
+	// A hook that refuses leaves the index as it was.
+	put(t, dir, ".git/hooks/pre-commit", "#!/bin/sh\necho no thanks >&2; exit 1\n")
+	if err := os.Chmod(filepath.Join(dir, ".git/hooks/pre-commit"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	b.sh("s", "echo more > /work/more")
+	if r := b.try(env, "apply", "--git-commit", "s"); r.code != 1 || !strings.Contains(r.err, "no thanks") {
+		t.Errorf("with a hook that refuses: %s", r)
+	}
+	equal(b, "after that", git(t, dir, "status", "--porcelain"), "A  mine\n?? more")
+}
+
 // applyPoints are the instants at which an apply is killed, and whether all of it has come then.
 var applyPoints = map[string]bool{
 	"apply.before-backend": false, "apply.before-stage": false, "apply.after-copy": false, "apply.after-stage": false,

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -18,8 +19,10 @@ import (
 
 type applyOptions struct {
 	runtime.ApplyOptions
-	Yes    bool
-	Format string
+	Yes     bool
+	Format  string
+	Commit  bool
+	Message string
 }
 
 func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
@@ -34,10 +37,12 @@ func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Ours, "ours", false, "where both sides changed something, keep what the directory has")
 	fl.BoolVar(&o.Theirs, "theirs", false, "where both sides changed something, take what the sandbox has")
 	fl.BoolVarP(&o.Yes, "yes", "y", false, "do not ask on a terminal")
+	fl.BoolVar(&o.Commit, "git-commit", false, "commit what comes in the directory's git repository, as you")
+	fl.StringVarP(&o.Message, "message", "m", "", "the `message` of that commit")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
-func (o *applyOptions) check(paths int) error {
+func (o *applyOptions) check() error {
 	ways := 0
 	for _, set := range []bool{o.Markers, o.Ours, o.Theirs || o.Force && !o.Undo} {
 		if set {
@@ -49,40 +54,39 @@ func (o *applyOptions) check(paths int) error {
 		return usageErrorf("--dry-run and --undo exclude each other")
 	case ways > 1:
 		return usageErrorf("--markers, --ours and --theirs exclude each other")
-	case o.Undo && (o.Workspace != "" || paths > 0):
+	case o.Message != "" && !o.Commit:
+		return usageErrorf("--message is for --git-commit")
+	case o.Commit && (o.DryRun || o.Undo || o.Markers):
+		return usageErrorf("--git-commit cannot be combined with --dry-run, --undo or --markers")
+	case o.Undo && (o.Workspace != "" || len(o.Paths) > 0):
 		return usageErrorf("--undo takes back all that the last apply did")
 	}
 	return nil
 }
 
-// place returns what is applied, and sets the paths: where SANDBOX is left out, it is the one that
-// has a workspace here, and they may be relative to the current directory.
-func (o *applyOptions) place(
-	ctx context.Context, names, paths []string, svc runtime.Service,
-) (what string, err error) {
-	o.Paths = nil
-	var p place
-	elided := elided(names)
-	if elided {
-		if p, err = here(ctx, svc); err != nil {
-			return "", err
+// aim completes what is applied, and its paths, where SANDBOX is left out.
+func (o *applyOptions) aim(ctx context.Context, names []string, svc runtime.Service) (string, error) {
+	if !elided(names) {
+		for _, p := range o.Paths {
+			if !path.IsAbs(p) {
+				return "", usageErrorf("the path %q is not absolute; it is one in the sandbox", p)
+			}
 		}
-		what = p.sandbox.Name
-		if len(names) > 0 {
-			what += "@" + strings.TrimPrefix(names[0], "@")
-		}
-	} else {
-		what = names[0]
+		return names[0], nil
 	}
-	for _, name := range paths {
-		if elided {
-			name = p.in(name)
-		} else if !path.IsAbs(name) {
-			return "", usageErrorf("the path %q is not absolute; it is one in the sandbox", name)
-		}
-		o.Paths = append(o.Paths, name)
+	at, err := here(ctx, svc)
+	if err != nil {
+		return "", err
 	}
-	return what, nil
+	for _, list := range [][]string{o.Paths, o.Allow} {
+		for i, p := range list {
+			list[i] = at.in(p)
+		}
+	}
+	if len(names) == 0 {
+		return at.sandbox.Name, nil
+	}
+	return at.sandbox.Name + "@" + strings.TrimPrefix(names[0], "@"), nil
 }
 
 func newApplyCommand(a *app) *cobra.Command {
@@ -97,9 +101,10 @@ nothing, also with several workspaces: what the directory had is set aside first
 back when anything fails or, if agentbox is killed, with the next agentbox command.
 
 What comes of a workspace is what CHECKPOINT has; without one, apply takes a checkpoint of the
-files. The sandbox may go on, and keeps all that it has. With PATHs, absolute ones in the
-sandbox, only what lies at and below them comes. On a terminal apply lists what changes and
-asks. Where SANDBOX is left out, PATHs may be relative to the current directory.
+files. The sandbox may go on, and keeps all that it has. In the directory of a workspace SANDBOX
+may be left out. With PATHs, absolute ones in the sandbox, or relative to where you stand
+without SANDBOX, only what lies at and below them comes. On a terminal apply lists what
+changes and asks.
 
 The directory may be in use. What only the directory has changed stays as it is there. Texts that both
 sides have changed are merged, by git. Where that is not possible nothing is applied and the
@@ -117,6 +122,11 @@ A volume comes as a whole and has no changes afterwards; it must not be in use. 
 file that was changed in the directory after the volume changed its own, as far as the times
 of the files tell, makes it fail, unless --force is given.
 
+--git-commit commits what comes, and nothing else, to the git repository that the directory is in,
+as you (as the user that called sudo), with your hooks. It refuses what has staged
+changes in the index already. What git ignores comes and is not committed. --undo does not take the
+commit back.
+
 --undo takes the last apply back, and gives a volume its changes back. What the directory
 had is kept until the next apply; if that is on another mount than agentbox's state, as
 copies, so that one of several names of a file comes back as a file of its own.
@@ -124,11 +134,11 @@ copies, so that one of several names of a file comes back as a file of its own.
 It prints the changes as 'agentbox diff' does (A, M, D, T); with --format json one object: sandbox,
 sandbox_name, original, dry_run, undone, changes, conflicts, refused, and of workspaces
 checkpoint, workspaces (path, original), merged.`,
-		Example: `  agentbox apply                            # in the directory of a workspace
-  agentbox apply -- src README
+		Example: `  agentbox apply                           # in the directory of a workspace
+  agentbox apply @HEAD~1 -- src
+  agentbox apply --undo
+  agentbox apply --git-commit -m 'Parse dates' -- src
   agentbox apply --dry-run c
-  agentbox apply c
-  agentbox apply --undo c
   agentbox apply c@HEAD~1 -- /work/src /work/README
   agentbox apply --markers c
   agentbox apply --allow /work/.git/hooks/pre-commit c
@@ -147,26 +157,16 @@ checkpoint, workspaces (path, original), merged.`,
 		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			names, paths := splitPaths(cmd, args)
-			if len(names) > 0 && names[0] == "" {
-				return usageErrorf("SANDBOX is empty")
-			}
-			if err := opts.check(len(paths)); err != nil {
+			opts.Paths = paths
+			if err := opts.check(); err != nil {
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				what, err := opts.place(cmd.Context(), names, paths, svc)
+				what, err := opts.aim(cmd.Context(), names, svc)
 				if err != nil {
 					return err
 				}
-				ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Yes && !opts.DryRun && !opts.Undo &&
-					opts.Format != formatJSON && !strings.HasPrefix(what, "volume://")
-				shown := false
-				if ask {
-					if what, shown, err = confirmApply(cmd.Context(), opts, what, svc, a.stdin, a.stderr); what == "" {
-						return err
-					}
-				}
-				return runApply(cmd.Context(), opts, what, svc, a.stdout, a.stderr, shown)
+				return a.apply(cmd.Context(), opts, what, svc)
 			})
 		},
 	}
@@ -175,39 +175,68 @@ checkpoint, workspaces (path, original), merged.`,
 	return cmd
 }
 
-// confirmApply shows what would come and asks whether it shall. It returns what is to be applied then,
-// the very checkpoint that was shown; empty: nothing. Without shown, apply says what it does, or why
-// it does not.
-func confirmApply(
-	ctx context.Context, opts applyOptions, what string, svc runtime.Service, stdin *os.File, stderr io.Writer,
-) (_ string, shown bool, err error) {
-	opts.DryRun = true
-	out, err := svc.Apply(ctx, what, opts.ApplyOptions)
+// apply applies, after it has shown what comes and asked, or has looked for the repositories that it
+// is to commit to. Then it applies the very checkpoint that it has looked at.
+func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc runtime.Service) error {
+	ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Yes && !opts.DryRun && !opts.Undo &&
+		opts.Format != formatJSON && !strings.HasPrefix(what, "volume://")
+	if !ask && !opts.Commit {
+		_, err := runApply(ctx, opts, what, svc, a.stdout, a.stderr, false)
+		return err
+	}
+	look := opts.ApplyOptions
+	look.DryRun = true
+	plan, err := svc.Apply(ctx, what, look)
 	if err != nil {
-		return "", false, err
+		return err
 	}
-	if out.Checkpoint == "" || len(out.Refused) > 0 {
-		return what, false, nil // apply says why not
-	}
-	if len(out.Changes) == 0 && len(out.Conflicts) == 0 {
-		fmt.Fprintln(stderr, printable("nothing to apply to "+originals(out)))
-		return "", false, nil
+	var repositories []*repository
+	if opts.Commit {
+		if repositories, err = openRepositories(ctx, plan); err != nil {
+			return err
+		}
 	}
 	sandbox, _ := splitState(what)
-	what = sandbox + "@" + out.Checkpoint
-	if len(out.Conflicts) > 0 && !opts.Markers && !opts.Ours && !opts.Theirs && !opts.Force {
-		return what, false, nil
+	if plan.Checkpoint != "" {
+		what = sandbox + "@" + plan.Checkpoint
 	}
-	warnApply(opts, out, stderr)
-	if err := printApplied(out, stderr, false); err != nil {
-		return "", false, err
+	settled := len(plan.Conflicts) == 0 || opts.Markers || opts.Ours || opts.Theirs || opts.Force
+	shown := false
+	if ask && plan.Checkpoint != "" && len(plan.Refused) == 0 && settled { // otherwise it says why not
+		if len(plan.Changes) == 0 && len(plan.Conflicts) == 0 {
+			fmt.Fprintln(a.stderr, printable("nothing to apply to "+originals(plan)))
+			return nil
+		}
+		if err := confirmApply(ctx, opts, plan, a.stdin, a.stderr); err != nil {
+			return err
+		}
+		shown = true
 	}
-	fmt.Fprint(stderr, printable(fmt.Sprintf("Apply %s to %s? [y/N] ", countText(int64(len(out.Changes)), "change"),
-		originals(out))))
-	if err := confirmed(ctx, stdin, stderr, "nothing was applied"); err != nil {
-		return "", false, err
+	out, err := runApply(ctx, opts, what, svc, a.stdout, a.stderr, shown)
+	if err != nil {
+		return err
 	}
-	return what, true, nil
+	message := cmp.Or(opts.Message, fmt.Sprintf("Apply checkpoint %.12s of sandbox %s", out.Checkpoint, out.SandboxName))
+	for _, r := range repositories {
+		if err := r.commit(ctx, out, message, a.stderr); err != nil {
+			return &runtime.Error{Err: fmt.Errorf("the changes are applied, and not committed: %w", err),
+				Hint: "Commit them yourself, or take them back with: agentbox apply --undo " + sandbox}
+		}
+	}
+	return nil
+}
+
+// confirmApply shows what would come and asks whether it shall.
+func confirmApply(
+	ctx context.Context, opts applyOptions, plan runtime.Applied, stdin *os.File, stderr io.Writer,
+) error {
+	warnApply(opts, plan, stderr)
+	if err := printApplied(plan, stderr, false); err != nil {
+		return err
+	}
+	fmt.Fprint(stderr, printable(fmt.Sprintf("Apply %s to %s? [y/N] ",
+		countText(int64(len(plan.Changes)), "change"), originals(plan))))
+	return confirmed(ctx, stdin, stderr, "nothing was applied")
 }
 
 // originals names the directories of an apply.
@@ -225,10 +254,10 @@ func originals(out runtime.Applied) string {
 // runApply applies; shown: its changes were listed already.
 func runApply(
 	ctx context.Context, opts applyOptions, sandbox string, svc runtime.Service, stdout, stderr io.Writer, shown bool,
-) error {
+) (runtime.Applied, error) {
 	out, err := svc.Apply(ctx, sandbox, opts.ApplyOptions)
 	if err != nil {
-		return err
+		return out, err
 	}
 	if !shown {
 		warnApply(opts, out, stderr)
@@ -256,12 +285,12 @@ func runApply(
 		if out.Refused == nil {
 			out.Refused = []runtime.Refusal{}
 		}
-		return printJSON(stdout, out)
+		return out, printJSON(stdout, out)
 	}
 	if shown {
-		return nil
+		return out, nil
 	}
-	return printApplied(out, stdout, opts.DryRun)
+	return out, printApplied(out, stdout, opts.DryRun)
 }
 
 // warnApply says what is particular about what comes.
@@ -300,15 +329,16 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 	}
 }
 
-// printApplied lists the changes of an apply, with what each file is to be if asked to.
+// printApplied lists the changes of an apply, with what each file is to be if asked to. Those of a
+// single workspace are relative to it, as in a diff.
 func printApplied(out runtime.Applied, to io.Writer, states bool) error {
 	w := bufio.NewWriter(to)
-	var opts diffOptions // the paths of a single workspace are relative to it
-	if len(out.Workspaces) == 1 {
-		opts.top = out.Workspaces[0].Path
-	}
 	for _, c := range out.Changes {
-		fmt.Fprintf(w, "%s %s", c.Change, quotePath(opts.shown(c.Path, c.PathB64)))
+		name := pathOf(c.Path, c.PathB64)
+		if len(out.Workspaces) == 1 {
+			name = cmp.Or(strings.TrimPrefix(strings.TrimPrefix(name, out.Workspaces[0].Path), "/"), ".")
+		}
+		fmt.Fprintf(w, "%s %s", c.Change, quotePath(name))
 		if states && c.New != nil {
 			w.WriteString(" " + fileStateText(*c.New))
 		}

@@ -44,9 +44,9 @@ func TestApply(t *testing.T) {
 
 func TestApplyWorkspace(t *testing.T) {
 	f := newFake()
-	try(t, f, "", "apply", "--workspace", "/work", "c@HEAD~1", "--", "/work/a b", "/work/d").want(t, 0, "A /a b\nD /d\n",
+	try(t, f, "", "apply", "--workspace", "/work", "c@HEAD~1", "--", "/work/a b", "/work/d").want(t, 0, "A a b\nD d\n",
 		"/m was changed on both sides, and is merged")
-	try(t, f, "", "apply", "--markers", "c").want(t, 0, "A /a b\nD /d\n",
+	try(t, f, "", "apply", "--markers", "c").want(t, 0, "A a b\nD d\n",
 		"/m was changed on both sides, and is merged", "/c was changed on both sides: it has conflict markers")
 	want := []string{"Apply c@HEAD~1 false /work [/work/a b /work/d]", "Close", "Apply c false  []", "Close"}
 	if !slices.Equal(f.calls, want) {
@@ -56,6 +56,7 @@ func TestApplyWorkspace(t *testing.T) {
 		"--markers --ours c": "exclude each other", "--ours --theirs c": "exclude each other",
 		"--force --ours c": "exclude each other", "c -- work": "is not absolute",
 		"--undo c -- /work": "takes back all", "--undo --workspace /work c": "takes back all", "c d": "unexpected",
+		"-m text c": "--message is for --git-commit", "--git-commit --markers c": "cannot be combined",
 	} {
 		try(t, newFake(), "", append([]string{"apply"}, strings.Fields(args)...)...).want(t, exitUsage, "", says)
 	}
@@ -66,7 +67,7 @@ func TestApplyAsks(t *testing.T) {
 	const question = "Apply 2 changes to /srv/repo? [y/N] "
 	p := onPty(t, "apply", "c")
 	p.expect("/m was changed on both sides, and is merged")
-	p.expect("D /d")
+	p.expect("D d")
 	p.expect(question)
 	p.write("y\n")
 	p.expect("take it back with: agentbox apply --undo c")

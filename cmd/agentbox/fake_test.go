@@ -410,6 +410,7 @@ func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOpt
 	if !strings.HasPrefix(ref, "volume://") {
 		out.Checkpoint = "5abc5abc5abc"
 		out.Workspaces = []runtime.AppliedWorkspace{{Path: "/work", Original: "/srv/repo"}}
+		out.Changes[0].Path, out.Changes[1].Path = "/work/a b", "/work/d"
 		out.Merged, out.Conflicts = []string{"/m"}, nil
 		if opts.Markers {
 			out.Conflicts, out.Merged = []string{"/c"}, []string{"/c", "/m"}

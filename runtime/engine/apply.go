@@ -239,10 +239,7 @@ func (w *workspaces) only(v runtime.Volume, paths []string) []string {
 // open opens the checkpoint that is applied. If none is named it takes one.
 func (w *workspaces) open(ctx context.Context, ref recordedState) (taken store.Checkpoint, err error) {
 	if ref.state == "" {
-		w.row, err = w.checkpoints.checkpointOf(ctx, w.sb, runtime.CheckpointOptions{
-			FilesOnly: true, Trigger: triggerApply, TCP: runtime.TCPEstablished,
-		}, "")
-		taken = w.row
+		w.row, taken, err = w.take(ctx)
 	} else if w.row, err = w.checkpointIn(ctx, w.sb.ID, ref.state); err == nil && w.row.SandboxID != w.sb.ID {
 		err = hint(fmt.Errorf("%w: checkpoint %s is of sandbox %s", runtime.ErrState, short(w.row.ID),
 			w.row.SandboxName), "Apply what "+w.sb.Name+" has itself: agentbox checkpoint ls "+w.sb.Name)
@@ -259,6 +256,20 @@ func (w *workspaces) open(ctx context.Context, ref recordedState) (taken store.C
 	}
 	w.bases, err = newLineage(w.core, w.row, notes)
 	return taken, err
+}
+
+// take takes a checkpoint of the files, unless the head has just these.
+func (w *workspaces) take(ctx context.Context) (row, taken store.Checkpoint, err error) {
+	opts := runtime.CheckpointOptions{FilesOnly: true, Trigger: triggerApply, TCP: runtime.TCPEstablished}
+	head, err := w.checkpoints.unchanged(ctx, w.sb, opts)
+	if err != nil {
+		return row, taken, err
+	}
+	if head != nil {
+		return *head, taken, nil
+	}
+	taken, err = w.checkpoints.checkpointOf(ctx, w.sb, opts, "")
+	return taken, taken, err
 }
 
 func (w *workspaces) close() error {
