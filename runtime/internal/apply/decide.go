@@ -76,6 +76,9 @@ func (m *merger) resolve(ctx context.Context, rel string, s, b, f side) (take bo
 			return true, nil
 		}
 	}
+	if take, sure, err := m.resolveIndex(ctx, rel, s, b, f); sure || err != nil {
+		return take, err
+	}
 	m.conflict(rel)
 	return m.theirs(), nil
 }

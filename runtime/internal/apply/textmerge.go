@@ -71,10 +71,8 @@ func mergeText(ctx context.Context, ours, base, theirs []byte, names [3]string) 
 		args = append(args, fmt.Sprintf("/proc/self/fd/%d", 3+i))
 	}
 	cmd := exec.CommandContext(ctx, git, args...)
-	// Of no repository, and of no one's configuration.
 	cmd.Dir = "/"
-	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C", "HOME=/nonexistent", "GIT_DIR=/dev/null",
-		"GIT_CONFIG_NOSYSTEM=1", "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_SYSTEM=/dev/null"}
+	cmd.Env = append(gitEnv(), "GIT_DIR=/dev/null") // of no repository
 	cmd.ExtraFiles = files
 	var out, said bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &limited{to: &out, left: 4*maxText + 1<<20}, &limited{to: &said, left: 4 << 10}
@@ -90,6 +88,12 @@ func mergeText(ctx context.Context, ours, base, theirs []byte, names [3]string) 
 		return out.Bytes(), false, nil // so many conflicts
 	}
 	return nil, false, fmt.Errorf("git merge-file: %w: %.500s", err, strings.TrimSpace(said.String()))
+}
+
+// gitEnv is the environment of a git that reads no one's configuration.
+func gitEnv() []string {
+	return []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C", "HOME=/nonexistent",
+		"GIT_CONFIG_NOSYSTEM=1", "GIT_CONFIG_GLOBAL=/dev/null", "GIT_CONFIG_SYSTEM=/dev/null"}
 }
 
 // memFile returns a file that is nowhere on the disk.
