@@ -150,9 +150,11 @@ func TestWorkspaceApply(t *testing.T) {
 	b.ok("restore", "--undo", "s")
 	equal(b, "what the sandbox sees again", b.inside("s"), one)
 
-	// The last apply had nothing, and that before cannot be undone any more. The owner does it.
+	// Applies that had nothing to bring left the undo of the one before.
 	b.ok("apply", "--undo", "s")
-	equal(b, "the directory after an undo of nothing", kept(t, dir), applied)
+	equal(b, "the directory after an undo", kept(t, dir), clean)
+	b.ok("apply", "--allow", "/work/built/out", "s")
+	equal(b, "the directory after one more apply", kept(t, dir), applied)
 }
 
 // TestWorkspaceApplyUndo takes applies back, of all and of parts.
@@ -187,6 +189,20 @@ func TestWorkspaceApplyUndo(t *testing.T) {
 	b.ok("restore", "s", "first")
 	b.ok("restore", "--undo", "s")
 	equal(b, "what the sandbox sees in the end", b.inside("s"), two)
+	aside := dir + ".aside"
+	if err := os.Rename(dir, aside); err != nil {
+		t.Fatal(err)
+	}
+	b.fails(3, "apply", "s")
+	if err := os.Symlink(aside, dir); err != nil {
+		t.Fatal(err)
+	}
+	if said := b.fails(7, "apply", "s"); !strings.Contains(said, "a symlink or a file has taken its place") {
+		t.Errorf("behind a symlink: %s", said)
+	}
+	if err := errors.Join(os.Remove(dir), os.Rename(aside, dir)); err != nil {
+		t.Fatal(err)
+	}
 	b.fails(2, "apply", "s", "--", "/elsewhere")
 	b.fails(3, "apply", "s@none")
 	b.fails(3, "apply", "--workspace", "/none", "s")

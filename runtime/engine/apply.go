@@ -238,6 +238,13 @@ func (w *workspaces) only(v runtime.Volume, paths []string) []string {
 
 // open opens the checkpoint that is applied. If none is named it takes one.
 func (w *workspaces) open(ctx context.Context, ref recordedState) (taken store.Checkpoint, err error) {
+	for _, v := range w.chosen { // before a checkpoint is taken for nothing
+		dir, err := apply.OpenRoot(v.Lower)
+		if err != nil {
+			return taken, fmt.Errorf("workspace %s: %w", v.Target, err)
+		}
+		_ = dir.Close() // only ever a handle
+	}
 	if ref.state == "" {
 		w.row, taken, err = w.take(ctx)
 	} else if w.row, err = w.checkpointIn(ctx, w.sb.ID, ref.state); err == nil && w.row.SandboxID != w.sb.ID {

@@ -19,6 +19,7 @@
 package apply
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -123,6 +124,8 @@ type header struct {
 	More    []*site         `json:"more,omitempty"`    // further places
 	Undoing bool            `json:"undoing,omitempty"` // a done apply is being taken back
 	Note    json.RawMessage `json:"note,omitempty"`    // the caller's
+	// Later are the notes of applies since that had nothing to bring: an undo takes them along.
+	Later []json.RawMessage `json:"later,omitempty"`
 }
 
 // site is a place in apply.json.
@@ -234,7 +237,30 @@ func Run(
 	if err := t.conflicting(opts.Force); err != nil {
 		return err
 	}
+	if t.idle(); len(t.parts) == 0 {
+		return h.noted(t.head.Note)
+	}
 	return t.apply(ctx)
+}
+
+// idle leaves out the parts that have nothing to do.
+func (t *txn) idle() {
+	parts := t.parts
+	uppers := make([]uint64, len(parts))
+	for i, p := range parts {
+		uppers[i] = p.site.Upper
+	}
+	t.parts, t.head.site, t.head.More = nil, site{}, nil
+	for i, p := range parts {
+		if len(p.plan.Ops) == 0 && len(p.plan.Dirs) == 0 {
+			_ = p.from.Close() // only ever a handle
+			continue
+		}
+		to := t.add(p.Place)
+		p.site, p.dir = to.site, to.dir
+		p.site.Upper = uppers[i]
+		t.parts[len(t.parts)-1] = p
+	}
 }
 
 // planFor plans what is done to one place.
@@ -361,6 +387,40 @@ func (h Home) Notes() ([]json.RawMessage, error) {
 	return list, nil
 }
 
+// noted keeps the note of an apply that had nothing to bring. The last one that had can still be
+// undone.
+func (h Home) noted(note json.RawMessage) error {
+	var head header
+	err := record.ReadJSON(h.path(DirUndo, fileHeader), &head)
+	switch {
+	case len(note) == 0:
+		return nil
+	case errors.Is(err, errNotExist):
+		all, err := h.applied()
+		if err == nil && all.add(header{Began: time.Now().UTC(), Note: note}) {
+			err = record.WriteJSON(h.path(fileApplied), all, true)
+		}
+		return err
+	case err != nil:
+		return err
+	}
+	last := head.Note
+	if n := len(head.Later); n > 0 {
+		last = head.Later[n-1]
+	}
+	if sameJSON(last, note) || len(head.Later) >= maxApplied {
+		return nil
+	}
+	head.Later = append(head.Later, note)
+	return record.WriteJSON(h.path(DirUndo, fileHeader), head, true)
+}
+
+// sameJSON compares two notes, of which one may have been indented.
+func sameJSON(a, b json.RawMessage) bool {
+	var x, y bytes.Buffer
+	return json.Compact(&x, a) == nil && json.Compact(&y, b) == nil && bytes.Equal(x.Bytes(), y.Bytes())
+}
+
 func (h Home) applied() (all applied, err error) {
 	err = record.ReadJSON(h.path(fileApplied), &all)
 	if errors.Is(err, errNotExist) {
@@ -371,13 +431,16 @@ func (h Home) applied() (all applied, err error) {
 
 // add adds the note of an apply, and reports whether it was not there yet.
 func (a *applied) add(head header) bool {
-	if len(head.Note) == 0 || string(head.Note) == "null" {
+	n := len(a.List)
+	if len(head.Note) == 0 || n > 0 && sameJSON(a.List[n-1].Note, head.Note) {
 		return false
 	}
-	if n := len(a.List); n > 0 && a.List[n-1].Began.Equal(head.Began) {
+	if n > 0 && a.List[n-1].Began.Equal(head.Began) {
 		return false
 	}
-	a.List = append(a.List, appliedNote{head.Began, head.Note})
+	for _, note := range append([]json.RawMessage{head.Note}, head.Later...) {
+		a.List = append(a.List, appliedNote{head.Began, note})
+	}
 	if n := len(a.List); n > maxApplied {
 		a.List = a.List[n-maxApplied:]
 	}

@@ -85,6 +85,8 @@ type lab struct {
 	n    int
 	far  string // where the directories lie; empty: in the lab
 	keep map[string]BaseEntry
+	note any
+	same bool // all lie over one directory
 }
 
 func newLab(t tb, place string, n int) (*lab, func()) {
@@ -122,6 +124,9 @@ func (l *lab) at(i int, name string) string {
 }
 
 func (l *lab) from(i int) string {
+	if l.same {
+		i = 0
+	}
 	if l.far != "" {
 		return filepath.Join(l.far, fmt.Sprint(i))
 	}
@@ -160,6 +165,7 @@ func (l *lab) home() Home {
 func (l *lab) run(opts runtime.ApplyOptions, change func(*Change)) (out runtime.Applied, err error) {
 	ctx := context.Background()
 	h := l.home()
+	h.Note = l.note
 	var list []Change
 	for i, p := range h.Places {
 		upper, err := OpenRoot(l.at(i, "upper"))

@@ -2,6 +2,7 @@ package apply
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"maps"
 	"os"
@@ -185,8 +186,9 @@ put gone/y/z z`
 				if len(c.hidden) == 0 && len(c.only) == 0 && c.merged == "" && c.owner == "" {
 					l.inside(t, 0, func(dir string) { same(t, "the sandbox", files(t, dir), view) })
 				}
-				if _, err = Undo(context.Background(), l.home(), false); err != nil {
-					t.Fatal(err)
+				_, err = Undo(context.Background(), l.home(), false)
+				if nothing := len(out.Changes) == 0; nothing != errors.Is(err, fault.ErrState) || !nothing && err != nil {
+					t.Fatalf("undo of %d changes: %v", len(out.Changes), err)
 				}
 				same(t, "the directory after the undo", files(t, l.from(0)), had)
 				if left, _ := filepath.Glob(l.from(0) + "/.agentbox-*"); len(left) > 0 {
@@ -282,4 +284,68 @@ func TestMergeText(t *testing.T) {
 	if _, _, err := mergeText(ctx, nil, nil, nil, names); !errors.Is(err, errNoText) {
 		t.Errorf("without git: %v", err)
 	}
+}
+
+// TestNotes: what is known of an apply goes with its undo, as does what is known of those since that
+// had nothing to bring.
+func TestNotes(t *testing.T) {
+	l, end := newLab(t, "near", 2)
+	defer end()
+	l.begin(t)
+	notes := func(want string) {
+		t.Helper()
+		list, err := l.home().Notes()
+		must(t, err)
+		var got []string
+		for _, n := range list {
+			var s string
+			must(t, json.Unmarshal(n, &s))
+			got = append(got, s)
+		}
+		if strings.Join(got, " ") != want {
+			t.Errorf("notes %q, want %q", got, want)
+		}
+	}
+	run := func(note string) {
+		t.Helper()
+		l.note = note
+		_, err := l.run(runtime.ApplyOptions{}, nil)
+		must(t, err)
+	}
+	run("nothing")
+	notes("nothing")
+	l.inside(t, 0, func(dir string) { edit(t, dir, "put a a") })
+	run("a")
+	for range 2 {
+		run("still a")
+	}
+	notes("nothing a still a")
+	l.inside(t, 1, func(dir string) { edit(t, dir, "put b b") })
+	run("b")
+	notes("nothing a still a b")
+	_, err := Undo(context.Background(), l.home(), false)
+	must(t, err)
+	notes("nothing a still a")
+	if _, err := Undo(context.Background(), l.home(), false); !errors.Is(err, fault.ErrState) {
+		t.Errorf("one more undo: %v", err)
+	}
+	same(t, "the first directory", files(t, l.from(0)), map[string]string{"a": "a"})
+	same(t, "the second", files(t, l.from(1)), map[string]string{})
+}
+
+// TestOverlapping: workspaces over the same directory are applied one after the other.
+func TestOverlapping(t *testing.T) {
+	l, end := newLab(t, "near", 2)
+	defer end()
+	l.begin(t)
+	l.same = true
+	l.inside(t, 0, func(dir string) { edit(t, dir, "put a a") })
+	_, err := l.run(runtime.ApplyOptions{}, nil)
+	must(t, err)
+	l.inside(t, 0, func(dir string) { edit(t, dir, "put b b") })
+	l.inside(t, 1, func(dir string) { edit(t, dir, "put c c") })
+	if _, err := l.run(runtime.ApplyOptions{}, nil); !errors.Is(err, fault.ErrState) {
+		t.Errorf("apply of both: %v", err)
+	}
+	same(t, "the directory", files(t, l.from(0)), map[string]string{"a": "a"})
 }

@@ -25,7 +25,8 @@ type model struct {
 	host  map[string]string
 	upper map[string]bool   // paths at which the sandbox has its own
 	own   map[string]string // what it has there, if anything
-	base  map[string]string // what that was made of
+	base  map[string]string // what that was made of, or what was applied since
+	first map[string]string // what that was made of
 	seen  map[string]string // what the sandbox saw in the end
 	// What the sandbox has removed that the host did not have leaves no trace, unless a
 	// directory above hides it: what the owner makes there later stays or conflicts.
@@ -36,7 +37,7 @@ const isDirectory = "/"
 
 func (m model) clone() model {
 	m.host, m.upper, m.own = maps.Clone(m.host), maps.Clone(m.upper), maps.Clone(m.own)
-	m.base, m.traceless = maps.Clone(m.base), maps.Clone(m.traceless)
+	m.base, m.first, m.traceless = maps.Clone(m.base), maps.Clone(m.first), maps.Clone(m.traceless)
 	return m
 }
 
@@ -110,8 +111,9 @@ func (m *model) agent(before, after map[string]string) {
 		}
 		if !m.upper[p] {
 			m.upper[p] = true
-			if delete(m.base, p); had {
-				m.base[p] = a
+			delete(m.base, p)
+			if delete(m.first, p); had {
+				m.base[p], m.first[p] = a, a
 			}
 		}
 		if delete(m.own, p); has {
@@ -219,7 +221,7 @@ func applyModel(t *rapid.T, place string) {
 	defer end()
 	scribble(t, "start", l.from(0))
 	m := model{host: tree(t, l.from(0)), upper: map[string]bool{}, own: map[string]string{}, base: map[string]string{},
-		traceless: map[string]bool{}}
+		first: map[string]string{}, traceless: map[string]bool{}}
 	var undo *model
 	for round := range rapid.IntRange(1, 6).Draw(t, "rounds") {
 		name := func(s string) string { return fmt.Sprint(round, " ", s) }
@@ -242,9 +244,13 @@ func applyModel(t *rapid.T, place string) {
 			_, err := Undo(context.Background(), l.home(), false)
 			must(t, err)
 			m.host = undo.host
-			for p := range undo.upper {
-				if delete(m.base, p); undo.base[p] != "" {
-					m.base[p] = undo.base[p]
+			for p := range m.upper { // applies since that had nothing to bring go, too
+				base := m.first[p]
+				if undo.upper[p] {
+					base = undo.base[p]
+				}
+				if delete(m.base, p); base != "" {
+					m.base[p] = base
 				}
 			}
 			undo = nil
@@ -278,7 +284,7 @@ func applyModel(t *rapid.T, place string) {
 		}
 		if failed {
 			m = was
-		} else {
+		} else if len(out.Changes) > 0 {
 			undo = &was
 		}
 		still()

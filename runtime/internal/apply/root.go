@@ -42,6 +42,10 @@ func OpenRoot(dir string) (*Root, error) {
 	if errors.Is(err, unix.ENOENT) {
 		return nil, fmt.Errorf("directory %s: %w", dir, fault.ErrNotFound)
 	}
+	if errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
+		return nil, &fault.Error{Err: fmt.Errorf("open %s: %w: a symlink or a file has taken its place: %w", dir,
+			fault.ErrDenied, err), Hint: "Put the directory back where it was."}
+	}
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", dir, err)
 	}
