@@ -273,7 +273,7 @@ type CheckpointOptions struct {
 	// Attach lists absolute paths of regular files of the host that belong to the
 	// checkpoint. A file may be missing: a restore puts that back too.
 	Attach []string `json:"attach"`
-	// Automatic marks the checkpoints that Spec.CheckpointEvery asks for. In such a
+	// Automatic marks the checkpoints that Spec.CheckpointEvery and Spec.Steps ask for. In such a
 	// sandbox, no other checkpoint may use their Trigger.
 	Automatic bool `json:"-"`
 
@@ -422,7 +422,7 @@ type Recovery struct {
 	Actions []string `json:"actions"`
 }
 
-// Triggers of the checkpoints that Spec.CheckpointEvery asks for.
+// Triggers of the checkpoints that Spec.CheckpointEvery and Spec.Steps ask for.
 const (
 	TriggerExec     = policy.TriggerExec
 	TriggerInterval = policy.TriggerInterval

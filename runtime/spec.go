@@ -47,6 +47,10 @@ type Spec struct {
 	// a time.Duration such as "5m0s", or both: "exec,5m0s". See policy.ParseEvery.
 	CheckpointEvery string `json:"checkpoint_every,omitempty"`
 
+	// Steps says whether a checkpoint is taken after each Exec that has changed a file:
+	// StepsOn or StepsOff; empty: StepsOn with a workspace, else StepsOff.
+	Steps string `json:"steps,omitempty"`
+
 	// Lifetime bounds how long the sandbox lives.
 	Lifetime Lifetime `json:"lifetime,omitzero"`
 
@@ -67,6 +71,17 @@ type Spec struct {
 // changes for itself alone. The directory stays as it is; what the sandbox changes is part of
 // each of its checkpoints.
 const MountWorkspace = "workspace"
+
+// Values of Spec.Steps.
+const (
+	StepsOn  = "on"
+	StepsOff = "off"
+)
+
+// TakesSteps reports whether a checkpoint is taken after each Exec that has changed a file.
+func (s Spec) TakesSteps() bool {
+	return s.Steps == StepsOn || s.Steps == "" && len(s.Workspaces()) > 0
+}
 
 // Mount is a bind mount, a workspace, a named volume of the engine, or a tmpfs. Of these only a
 // workspace is part of a checkpoint's files.
@@ -184,6 +199,9 @@ type Process struct {
 	User     string   `json:"user,omitempty"`    // default: the sandbox's
 	Terminal bool     `json:"terminal,omitempty"`
 	Detach   bool     `json:"detach,omitempty"` // Exec returns once it runs; its output is dropped
+	// Message is that of the checkpoint which Spec.Steps asks for; default: the program. The
+	// arguments may be secrets.
+	Message string `json:"message,omitempty"`
 }
 
 // Size of a terminal in characters.

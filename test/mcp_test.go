@@ -282,6 +282,14 @@ func everyTool(a *agent) {
 	a.does(`\(one\).*attempt 5`, "restore", args{"checkpoint": "HEAD~1"})
 	a.does(`\(one\).*attempt 6`, "restore", args{})
 	a.refuses(`c@HEAD~1: the history of c has 1 checkpoint`, "restore", args{"checkpoint": "HEAD~1"})
+
+	a.does("exit code 0", "run_command", args{"command": "echo more >more"})
+	a.does(`\(one\).*redo can go 1`, "undo", args{})
+	a.does(`nothing`, "glob", args{"pattern": "more"})
+	a.refuses(`2 steps forward are more than there are`, "redo", args{"steps": 2})
+	a.does(`redo can go 0`, "redo", args{})
+	a.does(`^/work/more\n$`, "glob", args{"pattern": "more"})
+	a.refuses(`nothing to redo`, "redo", args{})
 }
 
 func TestMCPModes(t *testing.T) {

@@ -172,7 +172,7 @@ func TestWorkspaceDiff(t *testing.T) {
 	const want = "D /work/README\nR /work/build/out -> /work/moved\nA /work/new\nM /work/src/main.c"
 	equal(b, "diff", strings.TrimSpace(b.ok("diff", "s")), strings.ReplaceAll(want, "/work/", ""))
 	equal(b, "diff of all", strings.TrimSpace(b.ok("diff", "--all", "s@base")), "A /root-file\n"+want)
-	patch := b.ok("diff", "--patch", "s", "--", "/work")
+	patch := b.ok("diff", "--patch", "s@base", "--", "/work")
 	for _, part := range []string{
 		"--- a/work/README\n+++ /dev/null\n@@ -1 +0,0 @@\n-read me\n",
 		"+++ b/work/src/main.c\n@@ -1 +1,2 @@\n int main() { return 0; }\n+more",
@@ -182,8 +182,8 @@ func TestWorkspaceDiff(t *testing.T) {
 			t.Errorf("the patch lacks %q:\n%s", part, patch)
 		}
 	}
-	equal(b, "diff of the workspace", strings.TrimSpace(b.ok("diff", "s", "--", "/work")), want)
-	equal(b, "diff of a part", b.ok("diff", "s", "--", "/work/src", "/none"), "M /work/src/main.c")
+	equal(b, "diff of the workspace", strings.TrimSpace(b.ok("diff", "s@base", "--", "/work")), want)
+	equal(b, "diff of a part", b.ok("diff", "s@base", "--", "/work/src", "/none"), "M /work/src/main.c")
 	b.checkpoint("--name", "then", "s")
 	put(t, dir, "mine", "the owner's\n")
 	put(t, dir, "src/main.c", "the owner's\n")

@@ -337,7 +337,8 @@ class Client:
     def create(self, image, args=None, name="", policy="", labels=None, env=None, network=None, workspaces=(),
                **spec):
         """A new sandbox, not started. spec has further members of Spec (openapi.json), such as
-        checkpoint_every: "exec", "10m", or "exec,10m" for both.
+        checkpoint_every: "exec", "10m", or "exec,10m" for both; or steps: "on" or "off", for a checkpoint
+        after each exec that has changed a file (on by default with a workspace).
 
         network is "none", "host", "bridge", "filtered", or an object as in Spec; env a dict. workspaces
         are directories of the host, "DIR" or "DIR:PATH", absolute, which the sandbox changes for itself
@@ -567,14 +568,23 @@ class Sandbox:
         the newest ready one that matches; NotFound: there is none.
 
         Returns the service's report: "checkpoint", "undo" (the id of the state that was
-        replaced), "changed", "warnings" and so on. options are further members of RestoreOptions.
+        replaced), "changed", "warnings" and so on. options are further members of RestoreOptions, like
+        undo=True, which takes the last restore back.
         """
         options.update({"checkpoint": checkpoint, "trigger": trigger, "labels": labels or {}})
         return self._verb("restore", options)
 
-    def undo(self):
-        """Takes the last restore back."""
-        return self._verb("restore", {"undo": True})
+    def undo(self, steps=1, **options):
+        """Puts it back by so many steps: to its last checkpoint if files have changed since, else to
+        the one before it, and so on. options are further members of UndoOptions (openapi.json), like
+        files_only. Returns the service's report, as restore does; "redo": how many steps redo can go."""
+        options["steps"] = steps
+        return self._verb("undo", options)
+
+    def redo(self, steps=1, **options):
+        """Goes forward again to what undo has left, until there is a new checkpoint or another restore."""
+        options["steps"] = steps
+        return self._verb("redo", options)
 
     def apply(self, checkpoint="", paths=(), **options):
         """Brings its changes into the directories that its workspaces, or the volume, lie over.

@@ -46,6 +46,7 @@ type createOptions struct {
 	Entrypoint   string
 	StopSignal   string
 	Every        string
+	Steps        string
 	TTL          string
 	Restart      restartOptions
 	Idle         string
@@ -100,6 +101,8 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVar(&o.Entrypoint, "entrypoint", "", "`COMMAND` in place of the image's entrypoint; empty: none")
 	fl.StringVar(&o.Every, everyFlag, "",
 		"take a checkpoint before each exec (exec), at each duration (5m), or both (exec,5m): `exec|DURATION`; the policy says how many are kept (default: the last 100, 24 hourly, 7 daily)")
+	fl.Var(choice(&o.Steps, runtime.StepsOn, runtime.StepsOff), "steps",
+		"take a checkpoint after each exec that has changed a file: `on|off` (default: on with a workspace)")
 	fl.StringVar(&o.TTL, "ttl", "", "stop it `DURATION` after it was made, for good; with --rm remove it; default: the policy's, none")
 	fl.StringVar(&o.Idle, "idle", "", "stop it when nothing goes on in it for `DURATION`; default: the policy's, none")
 	fl.StringVar(&o.Lease, "lease", "", "remove it when the `LEASE` ends; see 'agentbox lease'")
@@ -174,6 +177,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 			return none, err
 		}
 	}
+	spec.Steps = o.Steps
 	if o.Every != "" {
 		if spec.CheckpointEvery, err = parseEvery(o.Every); err != nil {
 			return none, err

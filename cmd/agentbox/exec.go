@@ -24,6 +24,7 @@ type execOptions struct {
 	EnvFiles []string
 	Workdir  string
 	User     string
+	Message  string
 }
 
 func (o *execOptions) addFlags(fl *pflag.FlagSet) {
@@ -31,6 +32,8 @@ func (o *execOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.Interactive, "interactive", "i", false, "connect stdin")
 	fl.BoolVarP(&o.TTY, "tty", "t", false, "give the command a terminal")
 	fl.BoolVarP(&o.Detach, "detach", "d", false, "return once the command runs; its output is dropped")
+	fl.StringVar(&o.Message, "message", "",
+		"`TEXT` that says what the step is which is taken afterwards; default: the program")
 	fl.VarP(list(&o.Env), "env", "e", "set `NAME=VALUE`; NAME alone takes the caller's value")
 	fl.Var(list(&o.EnvFiles), "env-file", "read variables from `FILE`, one per line")
 	fl.StringVarP(&o.Workdir, "workdir", "w", "", "`DIR` the command starts in; default: the sandbox's")
@@ -45,10 +48,15 @@ func newExecCommand(a *app) *cobra.Command {
 		Long: `Exec runs COMMAND in a running sandbox and ends with its exit code.
 
 COMMAND itself is in no checkpoint's processes as long as it runs, with --detach neither;
-what it left in the background is. A restore ends COMMAND, and exec says so.`,
+what it left in the background is. A restore ends COMMAND, and exec says so.
+
+In a sandbox with a workspace (or --steps=on) a checkpoint is taken when COMMAND has ended and has changed
+a file, so that 'agentbox undo' takes it back. It is called by the program alone, as arguments may
+be secrets, or by --message. A failure to take it is a warning, and changes no exit code.`,
 		Example: `  agentbox exec c ls -l /
   agentbox exec c sh -c 'agent >/agent.log 2>&1 &'    # to be restored with the sandbox
   agentbox exec -it c sh
+  agentbox exec --message 'pip install flask' c pip install flask
   agentbox exec -w /src -e CI=1 -u nobody c make test
   tar c . | agentbox exec -i c tar x -C /src`,
 		Annotations:       passes(),
@@ -76,7 +84,7 @@ what it left in the background is. A restore ends COMMAND, and exec says so.`,
 }
 
 func (o *execOptions) process(args []string) (runtime.Process, error) {
-	p := runtime.Process{Args: args, Workdir: o.Workdir, User: o.User, Terminal: o.TTY, Detach: o.Detach}
+	p := runtime.Process{Args: args, Workdir: o.Workdir, User: o.User, Terminal: o.TTY, Detach: o.Detach, Message: o.Message}
 	if o.Workdir != "" && !path.IsAbs(o.Workdir) {
 		return p, usageErrorf("--workdir %q: must be an absolute path inside the sandbox", o.Workdir)
 	}

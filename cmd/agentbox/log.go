@@ -107,7 +107,7 @@ func runLog(
 	}
 	counted := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Changes != nil })
 	if counted {
-		header = append(header, "CHANGES")
+		header = slices.Insert(header, changesColumn, "CHANGES")
 	}
 	messages := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Message != "" })
 	if messages {
@@ -157,7 +157,7 @@ func runLog(
 			cells = append(cells, c.Status)
 		}
 		if counted {
-			cells = append(cells, changesText(c.Changes))
+			cells = slices.Insert(cells, changesColumn, changesText(c.Changes))
 		}
 		if messages {
 			cells = append(cells, messageText(c.Message))
@@ -192,6 +192,9 @@ func runLog(
 	}
 	return nil
 }
+
+// changesColumn is where the changes stand: after what the checkpoint has added to the store.
+const changesColumn = 7
 
 // messageText is what a table shows of a message: its first line, and of that what fits.
 func messageText(s string) string {

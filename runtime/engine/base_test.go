@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/store"
 )
@@ -111,5 +112,94 @@ func TestBaseFails(t *testing.T) {
 				t.Errorf("in the journal: %v, %v", left, err)
 			}
 		})
+	}
+}
+
+// TestExecSteps: with a workspace each exec that has changed a file is followed by a checkpoint, which is
+// called by the program or a message; what fails changes nothing of the exec.
+func TestExecSteps(t *testing.T) {
+	r := newRig(t, func(b runtime.Backend) runtime.Backend { return &stopping{Backend: b} })
+	_, upper := r.overWorkspace(t, "c", t.TempDir())
+	if _, err := r.Start(ctx, "c", nil); err != nil {
+		t.Fatal(err)
+	}
+	exec := func(p runtime.Process) {
+		t.Helper()
+		if exit, err := r.Exec(ctx, "c", p, runtime.Streams{}); exit != 0 || err != nil {
+			t.Fatalf("exit %d, %v", exit, err)
+		}
+	}
+	head := func() runtime.Checkpoint {
+		t.Helper()
+		c, err := r.CheckpointInfo(ctx, "c@HEAD")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	write := func(name string) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(upper, name), []byte(name), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run := runtime.Process{Args: []string{"true", "secret"}}
+	base := head()
+	exec(run)
+	if c := head(); c.ID != base.ID {
+		t.Errorf("a step without a change: %+v", c)
+	}
+	write("a")
+	exec(run)
+	first := head()
+	if first.Trigger != runtime.TriggerExec || first.Message != "true" || first.Labels["exec"] != "true" || first.Parent != base.ID {
+		t.Errorf("%+v", first)
+	}
+	write("b")
+	run.Message = "what it is"
+	exec(run)
+	if c := head(); c.Message != run.Message || c.Parent != first.ID {
+		t.Errorf("%+v", c)
+	}
+	run.Message = "\x00"
+	if _, err := r.Exec(ctx, "c", run, runtime.Streams{}); !errors.Is(err, runtime.ErrInvalid) {
+		t.Errorf("a message that is none: %v", err)
+	}
+	run.Message = ""
+	write("c")
+	t.Setenv("AGENTBOX_FAILPOINT", "store.commit.before-rename=error")
+	exec(run)
+	t.Setenv("AGENTBOX_FAILPOINT", "")
+	if c := head(); c.Message != "what it is" {
+		t.Errorf("the step did not fail (tests need the tag failpoint): %+v", c)
+	}
+	if _, err := r.Checkpoint(ctx, "c", runtime.CheckpointOptions{Trigger: runtime.TriggerExec}); !errors.Is(err, runtime.ErrInvalid) {
+		t.Errorf("the trigger of steps for another checkpoint: %v", err)
+	}
+
+	create := func(name, steps string, p *policy.Policy) error {
+		_, err := r.Create(ctx, runtime.CreateRequest{Policy: p, Spec: runtime.Spec{
+			Name: name, Image: "base", Args: []string{"true"}, Network: runtime.Network{Mode: runtime.NetworkNone},
+			Steps: steps, Mounts: []runtime.Mount{{Type: runtime.MountWorkspace, Source: t.TempDir(), Target: "/work"}},
+		}})
+		return err
+	}
+	strict, err := r.opts.Policies.Find(policy.Default)
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := *strict
+	own.Rules.Triggers = nil
+	if err := create("d", runtime.StepsOn, &own); !errors.Is(err, runtime.ErrDenied) {
+		t.Errorf("steps under a policy without them: %v", err)
+	}
+	if err := create("d", "", &own); err != nil {
+		t.Fatal(err)
+	}
+	if sb, err := r.Sandbox(ctx, "d"); err != nil || sb.Spec.TakesSteps() {
+		t.Errorf("steps %q under a policy without them, %v", sb.Spec.Steps, err)
+	}
+	if err := create("e", "sometimes", nil); !errors.Is(err, runtime.ErrInvalid) {
+		t.Errorf("steps that are none: %v", err)
 	}
 }

@@ -2,10 +2,13 @@ package engine
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
 	"unicode"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
@@ -41,13 +44,43 @@ func ownTrigger(s runtime.Spec, opts runtime.CheckpointOptions) error {
 			runtime.ErrInvalid, opts.Trigger),
 			"Choose another --trigger, or leave it away.")
 	}
-	e, err := every(s)
-	if err != nil || opts.Automatic || !slices.Contains(e.Triggers(), opts.Trigger) {
+	own, err := ownTriggers(s)
+	if err != nil || opts.Automatic || !slices.Contains(own, opts.Trigger) {
 		return err
 	}
 	return hint(fmt.Errorf("%w: trigger %q is that of the checkpoints which are taken of this sandbox by themselves",
 		runtime.ErrInvalid, opts.Trigger),
 		"Choose another --trigger, or leave it away.")
+}
+
+// ownTriggers returns the triggers of the checkpoints that are taken of a sandbox by themselves.
+func ownTriggers(s runtime.Spec) ([]string, error) {
+	e, err := every(s)
+	own := e.Triggers()
+	if s.TakesSteps() && !e.Exec {
+		own = append(own, runtime.TriggerExec)
+	}
+	return own, err
+}
+
+// settleSteps decides whether steps are taken of a new sandbox: unless asked for, with a workspace,
+// where its policy allows them.
+func settleSteps(s *runtime.Spec, p *policy.Policy) error {
+	allowed := slices.Contains(p.Rules.Triggers, policy.TriggerExec)
+	switch s.Steps {
+	case "", runtime.StepsOff:
+		if s.TakesSteps() && !allowed {
+			s.Steps = runtime.StepsOff
+		}
+		return nil
+	case runtime.StepsOn:
+		if allowed {
+			return nil
+		}
+		return hint(fmt.Errorf("%w: policy %s allows no checkpoint by itself with an exec (checkpoints.triggers)",
+			runtime.ErrDenied, p.Name), "Leave --steps=on away, or use another policy.")
+	}
+	return fmt.Errorf("%w: steps %.20q: choose %s or %s", runtime.ErrInvalid, s.Steps, runtime.StepsOn, runtime.StepsOff)
 }
 
 // isBase reports whether a checkpoint is the one with which its sandbox began.
@@ -75,22 +108,50 @@ func (cs *checkpoints) takeBase(ctx context.Context, sb *locked, id string) erro
 
 // beforeExec takes the checkpoint that must precede an exec. If it fails, the exec is
 // refused: the way back comes first.
-func (cs *checkpoints) beforeExec(ctx context.Context, sb store.Sandbox, p runtime.Process) error {
-	s, err := spec(sb)
-	if err != nil {
+func (cs *checkpoints) beforeExec(ctx context.Context, sb store.Sandbox, s runtime.Spec, p runtime.Process) error {
+	on, err := every(s)
+	if err != nil || !on.Exec {
 		return err
 	}
-	if on, err := every(s); err != nil || !on.Exec {
-		return err
-	}
-	_, err = cs.takeCheckpoint(ctx, sb.ID, runtime.CheckpointOptions{
-		// Only the program: arguments may be secrets.
-		Trigger: runtime.TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
-	})
-	if err != nil {
+	if _, err = cs.takeCheckpoint(ctx, sb.ID, forExec(p)); err != nil {
 		return fmt.Errorf("the checkpoint before it failed, so that nothing was run: %w", err)
 	}
 	return nil
+}
+
+// afterExec takes the step that follows an exec, if that has changed a file. Its failure does not
+// change what has become of the exec.
+func (cs *checkpoints) afterExec(ctx context.Context, sb store.Sandbox, s runtime.Spec, p runtime.Process) {
+	if !s.TakesSteps() || p.Detach || ctx.Err() != nil {
+		return
+	}
+	opts := forExec(p)
+	opts.IfChanged, opts.Message = true, p.Message
+	if opts.Message == "" {
+		opts.Message = clipLabel(p.Args[0])
+	}
+	_, err := cs.takeCheckpoint(ctx, sb.ID, opts)
+	if err != nil && ctx.Err() == nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, unix.ENOSPC) {
+		// Its processes cannot be dumped, perhaps, but its files can be brought back.
+		cs.log.Info("step limited to files", "sandbox", sb.ID, "err", err)
+		opts.FilesOnly = true
+		_, err = cs.takeCheckpoint(ctx, sb.ID, opts)
+	}
+	switch {
+	case err == nil || ctx.Err() != nil || errors.Is(err, runtime.ErrNotFound): // it went with what was run
+	case errors.Is(err, runtime.ErrBusy): // the verb that is at work, or the next exec, has what this one did
+		cs.log.Info("no step after an exec", "sandbox", sb.ID, "err", err)
+	default:
+		cs.log.Warn("no step after an exec; it cannot be undone by itself", "sandbox", sb.ID, "err", err)
+	}
+}
+
+// forExec are the options of a checkpoint because of an exec.
+func forExec(p runtime.Process) runtime.CheckpointOptions {
+	return runtime.CheckpointOptions{
+		// Only the program: arguments may be secrets.
+		Trigger: runtime.TriggerExec, Automatic: true, Labels: map[string]string{"exec": clipLabel(p.Args[0])},
+	}
 }
 
 // clipLabel turns any text into a label's value.

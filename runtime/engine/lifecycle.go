@@ -96,7 +96,7 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 		return runtime.Sandbox{}, err
 	}
 	name = s.Name
-	if err := bx.admission.admit(&s, req, img, own); err != nil {
+	if err := errors.Join(bx.admission.admit(&s, req, img, own), settleSteps(&s, req.Policy)); err != nil {
 		return runtime.Sandbox{}, err
 	}
 	if err := errors.Join(callerLists(ctx, s.Mounts), checkSetup(req.Setup)); err != nil {
@@ -578,7 +578,8 @@ func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, st
 	if len(p.Args) == 0 {
 		return 0, fmt.Errorf("%w: no command", runtime.ErrInvalid)
 	}
-	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env)); err != nil {
+	if err := errors.Join(checkText("the command", p.Args), checkText("the environment", p.Env),
+		store.ValidMessage(p.Message)); err != nil {
 		return 0, err
 	}
 	sb, err := bx.running(ctx, ref, "exec")
@@ -593,7 +594,11 @@ func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, st
 		return 0, err
 	}
 	defer done()
-	if err := bx.checkpoints.beforeExec(ctx, sb.Sandbox, p); err != nil {
+	s, err := spec(sb.Sandbox)
+	if err != nil {
+		return 0, err
+	}
+	if err := bx.checkpoints.beforeExec(ctx, sb.Sandbox, s, p); err != nil {
 		return 0, err
 	}
 	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
@@ -607,6 +612,9 @@ func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, st
 	}
 	if errors.Is(err, runtime.ErrDetached) {
 		return exit, runtime.ErrDetached
+	}
+	if err == nil {
+		bx.checkpoints.afterExec(ctx, sb.Sandbox, s, p)
 	}
 	return exit, err
 }

@@ -210,8 +210,8 @@ func kept(s runtime.Spec) (r retention, err error) {
 	if err != nil || p == nil {
 		return r, err
 	}
-	e, err := every(s)
-	automatic := append(e.Triggers(), runtime.TriggerTool, runtime.TriggerMCP, runtime.TriggerPrompt)
+	own, err := ownTriggers(s)
+	automatic := append(own, runtime.TriggerTool, runtime.TriggerMCP, runtime.TriggerPrompt)
 	return retention{p.Rules.Keeping(), p.Name, automatic}, err
 }
 

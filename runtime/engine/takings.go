@@ -41,7 +41,7 @@ func (t *takings) begin(ctx context.Context, s runtime.Spec) error {
 			every: on.Interval, log: t.e.log.With("sandbox", t.id), status: t.status,
 			take: func(ctx context.Context) error {
 				_, err := t.e.Checkpoint(ctx, t.id,
-					runtime.CheckpointOptions{Trigger: runtime.TriggerInterval, Automatic: true})
+					runtime.CheckpointOptions{Trigger: runtime.TriggerInterval, Automatic: true, IfChanged: s.TakesSteps()})
 				return err
 			},
 		}

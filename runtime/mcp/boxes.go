@@ -23,6 +23,7 @@ import (
 type box struct {
 	id, name, workdir, user string
 	every                   policy.Every // its own checkpoints
+	steps                   bool         // it takes one after each exec that has changed a file
 	made                    bool         // by the session, which is its end
 	ids                     *idmap.Map   // of its user namespace
 
@@ -39,7 +40,7 @@ func boxOf(sb runtime.Sandbox, made bool) *box {
 	}
 	every, _ := policy.ParseEvery(sb.Spec.CheckpointEvery) // Create has judged it
 	return &box{
-		id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: every, made: made, ids: sb.Spec.IDs,
+		id: sb.ID, name: sb.Name, workdir: workdir, user: sb.Spec.User, every: every, steps: sb.Spec.TakesSteps(), made: made, ids: sb.Spec.IDs,
 	}
 }
 

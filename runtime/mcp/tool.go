@@ -130,9 +130,9 @@ func (s *Server) before(ctx context.Context, b *box, tool string) error {
 	b.files.Lock()
 	defer b.files.Unlock()
 	c, err := s.svc.Checkpoint(ctx, b.id, runtime.CheckpointOptions{
-		Trigger: runtime.TriggerTool, Labels: map[string]string{"tool": tool},
+		Trigger: runtime.TriggerTool, Labels: map[string]string{"tool": tool}, Message: tool, IfChanged: b.steps,
 	})
-	if err == nil {
+	if err == nil && !c.Reused {
 		_, err = s.makeRoom(ctx, b, c.ID)
 	}
 	if err != nil {

@@ -29,6 +29,10 @@ func (s *Server) addTools() {
 	if !s.opts.NoRestore {
 		addOn(s, tool{name: "restore", title: "Restore a checkpoint", effect: changes,
 			text: "Puts the sandbox's files and processes back exactly as they were at a checkpoint. Files made since are gone, running commands end. It can be undone."}, s.restore)
+		addOn(s, tool{name: "undo", title: "Go back by steps", effect: changes,
+			text: "Puts the sandbox's files and processes back by one step, or several: to its last checkpoint if files have changed since, else to the one before it. redo goes forward again."}, s.undo)
+		addOn(s, tool{name: "redo", title: "Go forward by steps", effect: changes,
+			text: "Takes undo back by one step, or several, until there is a new checkpoint."}, s.redo)
 	}
 	addOn(s, tool{name: "diff", title: "Show changes", effect: reads,
 		text: "Tells which files changed between two checkpoints, or since one: A added, M modified, D deleted, R renamed, T of another type."}, s.diff)

@@ -116,10 +116,47 @@ func (s *Server) restore(ctx context.Context, b *box, in restoreArgs) (_ reply, 
 	if r.Undo != "" {
 		text += "; restore with undo takes it back"
 	}
-	for i, w := range r.Warnings { // the caller did not give the flag
-		r.Warnings[i] = strings.ReplaceAll(w, runtime.ByNoAttached, "an agent does not put files of the host back")
+	return reply{text: text, note: warnings(ownerPuts(r.Warnings))}, nil
+}
+
+type undoArgs struct {
+	Target
+	Steps     int  `json:"steps,omitempty" jsonschema:"how many; default 1"`
+	FilesOnly bool `json:"files_only,omitempty" jsonschema:"start the processes afresh"`
+}
+
+func (s *Server) undo(ctx context.Context, b *box, in undoArgs) (reply, error) {
+	return s.step(ctx, b, in, s.svc.Undo)
+}
+
+func (s *Server) redo(ctx context.Context, b *box, in undoArgs) (reply, error) {
+	return s.step(ctx, b, in, s.svc.Redo)
+}
+
+func (s *Server) step(
+	ctx context.Context, b *box, in undoArgs,
+	do func(context.Context, string, runtime.UndoOptions) (runtime.Restored, error),
+) (reply, error) {
+	// Files of the host are its owner's to put back, not an agent's.
+	opts := runtime.UndoOptions{Steps: in.Steps, FilesOnly: in.FilesOnly, NoAttached: true}
+	b.files.Lock()
+	defer b.files.Unlock()
+	s.cutOff(b)
+	r, err := do(ctx, b.id, opts)
+	if err != nil {
+		return reply{}, err
 	}
-	return reply{text: text, note: warnings(r.Warnings)}, nil
+	text := fmt.Sprintf("sandbox %s is at checkpoint %s; %d paths were changed; this is attempt %d; redo can go %d steps",
+		b.name, describeCheckpoint(r.Checkpoint), r.Changed, r.Sandbox.Attempt, r.Redo)
+	return reply{text: text, note: warnings(ownerPuts(r.Warnings))}, nil
+}
+
+// ownerPuts says of host files why they are left alone: the caller did not give the flag.
+func ownerPuts(warnings []string) []string {
+	for i, w := range warnings {
+		warnings[i] = strings.ReplaceAll(w, runtime.ByNoAttached, "an agent does not put files of the host back")
+	}
+	return warnings
 }
 
 type diffArgs struct {

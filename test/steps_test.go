@@ -1,0 +1,172 @@
+package test
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+)
+
+// undoSteps is what `agentbox undo --list` documents, as far as these tests need it.
+type undoSteps struct {
+	Changed bool
+	Steps   []struct {
+		ID, Kind, Trigger, Message string
+		Back                       int
+		Changes                    map[string]int
+	}
+}
+
+func (b *box) undoList(name string) (l undoSteps) {
+	b.Helper()
+	if err := json.Unmarshal([]byte(b.ok("undo", "--list", "--format", "json", name)), &l); err != nil {
+		b.Fatal(err)
+	}
+	return l
+}
+
+// ticks counts in its shell's memory and prints every number; it changes no file.
+const ticks = `i=0; while :; do i=$((i+1)); echo $i; sleep 0.05; done`
+
+// ticked is the last number that a sandbox has printed.
+func (b *box) ticked(name string) int {
+	b.Helper()
+	var numbers []int
+	b.eventually("it prints", func() bool { numbers = b.printed(name); return len(numbers) > 0 })
+	return numbers[len(numbers)-1]
+}
+
+// wentOnFrom checks with which number a process went on after the nth restore: by steps of one from
+// there until the next restore.
+func (b *box) wentOnFrom(name string, n, low, high int) {
+	b.Helper()
+	var jumps []int
+	b.eventually("the restored process prints", func() bool {
+		jumps = nil
+		numbers := b.printed(name)
+		for i := 1; i < len(numbers); i++ {
+			if numbers[i] != numbers[i-1]+1 {
+				jumps = append(jumps, numbers[i])
+			}
+		}
+		return len(jumps) >= n
+	})
+	if at := jumps[n-1]; len(jumps) != n || at < low || at > high+1 {
+		b.Errorf("after restore %d it went on with %d (%v), and was between %d and %d then", n, at, jumps, low, high)
+	}
+}
+
+// TestExecSteps: in a sandbox with a workspace each exec that has changed a file is a step, undo and redo go
+// over the steps with files and processes, and a new step ends what redo leads to.
+func TestExecSteps(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sh", "-c", ticks)
+	began := b.inside("s")
+	equal(b, "steps without a change", len(b.undoList("s").Steps), 1)
+
+	low := b.ticked("s")
+	b.ok("exec", "--message", "it works", "s", "sh", "-c", works)
+	high := b.ticked("s")
+	one := b.inside("s")
+	b.sh("s", wreck)
+	wrecked := b.inside("s")
+	left := b.ticked("s")
+	l := b.undoList("s")
+	if len(l.Steps) != 3 || l.Changed {
+		t.Fatalf("the steps: %+v", l)
+	}
+	equal(b, "the message of a step", l.Steps[1].Message, "it works")
+	equal(b, "that of one without", l.Steps[0].Message, "sh")
+	equal(b, "the kind of a step", l.Steps[0].Kind, "full")
+	equal(b, "files that the second deletes", l.Steps[0].Changes["deleted"] > 5, true)
+
+	b.ok("undo", "s")
+	equal(b, "what it sees one step back", b.inside("s"), one)
+	b.wentOnFrom("s", 1, low, high)
+
+	b.ok("undo", "s")
+	equal(b, "what it sees at the beginning", b.inside("s"), began)
+	equal(b, "it runs", b.inspect("s").Status, "running")
+	if r := b.try(nil, "undo", "s"); r.code != 4 || !strings.Contains(r.err, "oldest step") {
+		t.Errorf("before the beginning: %s", r)
+	}
+
+	b.ok("redo", "s", "2")
+	equal(b, "what it sees where undo began", b.inside("s"), wrecked)
+	b.wentOnFrom("s", 3, left, left+1000)
+	if r := b.try(nil, "redo", "s"); r.code != 4 || !strings.Contains(r.err, "nothing to redo") {
+		t.Errorf("past the end: %s", r)
+	}
+
+	// The owner's changes below are no step of the sandbox, and do not come back by redo either.
+	ownerEdits(t, dir)
+	b.ok("undo", "s")
+	equal(b, "what it sees one step back, over a changed directory", b.inside("s"), one)
+	b.sh("s", "echo other > /work/other")
+	if r := b.try(nil, "redo", "s"); r.code != 4 {
+		t.Errorf("redo after a new step: %s", r)
+	}
+	b.ok("undo", "--files", "s")
+	equal(b, "what it sees, files only", b.inside("s"), one)
+	b.checkpoint("-m", "more", "s")
+	if n := len(b.undoList("s").Steps); n < 3 {
+		t.Errorf("%d steps", n)
+	}
+	b.ok("verify")
+}
+
+// TestStepsOff: without steps an exec takes none, and undo goes to the last checkpoint.
+func TestStepsOff(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "--steps=off", "--workspace", project(t)+":/work", "busybox", "sleep", "1000")
+	began := b.inside("s")
+	b.sh("s", works)
+	works := b.inside("s")
+	if l := b.undoList("s"); len(l.Steps) != 1 || !l.Changed {
+		t.Fatalf("the steps: %+v", l)
+	}
+	b.ok("undo", "s")
+	equal(b, "what it sees", b.inside("s"), began)
+	b.ok("redo", "s")
+	equal(b, "what it sees where undo began", b.inside("s"), works)
+}
+
+// TestUndoKilled kills undo and redo at the failpoints of a restore: afterwards the sandbox is where it was,
+// or where it was to go, and from either the other one is a step away.
+func TestUndoKilled(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "--workspace", project(t)+":/work", "busybox", "sh", "-c", ticks)
+	b.sh("s", works)
+	one := b.inside("s")
+	b.sh("s", wreck)
+	wrecked := b.inside("s")
+	for _, point := range []string{
+		"restore.before-layout", "restore.after-undo", "restore.after-layout", "restore.after-stop",
+		"restore.between-trees", "restore.after-apply", "restore.after-proof", "restore.after-start", "restore.after-head",
+	} {
+		for _, verb := range []string{"undo", "redo"} {
+			b.killedAt(point+"=kill", verb, "s")
+			b.ok("recover")
+			if b.inspect("s").Status != "running" {
+				b.ok("start", "s")
+			}
+			switch now := b.inside("s"); now {
+			case one:
+				if verb == "redo" {
+					b.ok("redo", "s")
+				}
+			case wrecked:
+				if verb == "undo" {
+					b.ok("undo", "s")
+				}
+			default:
+				t.Fatalf("%s killed at %s, it sees\n%s", verb, point, now)
+			}
+			want := map[string]string{"undo": one, "redo": wrecked}[verb]
+			equal(b, "what it sees after "+verb+" and "+point, b.inside("s"), want)
+		}
+	}
+}
