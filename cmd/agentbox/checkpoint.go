@@ -143,8 +143,9 @@ by then. With --stop it stands still until the checkpoint is safe on disk, and i
 anything fails the sandbox goes on as before and no checkpoint is listed. Only what the store
 does not have yet is added to it; a checkpoint that adds nothing says unchanged.
 
-With --if-changed none is taken when the sandbox has exactly the files of the checkpoint that it is
-at (HEAD), whatever its processes have done: the command says so, and prints the id of that one.
+With --if-changed none is taken when 'agentbox diff' shows no change since the checkpoint that the
+sandbox is at (HEAD), whatever its processes have done: the command says so, and prints the id of
+that one.
 
 It prints the checkpoint's id. A stopped sandbox gets a files-only checkpoint. Bind
 mounts are not part of it, and volumes only with --with-volumes.

@@ -50,9 +50,10 @@ func newExecCommand(a *app) *cobra.Command {
 COMMAND itself is in no checkpoint's processes as long as it runs, with --detach neither;
 what it left in the background is. A restore ends COMMAND, and exec says so.
 
-In a sandbox with a workspace (or --steps=on) a checkpoint is taken when COMMAND has ended and has changed
-a file, so that 'agentbox undo' takes it back. It is called by the program alone, as arguments may
-be secrets, or by --message. A failure to take it is a warning, and changes no exit code.`,
+In a sandbox with a workspace (or --steps=on) a checkpoint is taken when COMMAND has ended and has
+changed a file, so that 'agentbox undo' takes it back. It is called by the program alone, as
+arguments may be secrets, or by --message. A failure to take it is a warning, and changes no exit
+code.`,
 		Example: `  agentbox exec c ls -l /
   agentbox exec c sh -c 'agent >/agent.log 2>&1 &'    # to be restored with the sandbox
   agentbox exec -it c sh

@@ -41,25 +41,26 @@ func newUndoCommand(a *app) *cobra.Command {
 	return undoCommand(a, &undoOptions{}, &cobra.Command{
 		Use:   "undo [flags] [SANDBOX] [N]",
 		Short: "Put a sandbox back by N steps",
-		Long: `Undo goes one step back, or N: to a checkpoint, with its files and its processes. When files have changed since
-the checkpoint that the sandbox is at (HEAD), the first step leads there, else to the one before it.
-'agentbox redo' goes forward again, to where the first undo began, until there is a new checkpoint
-or another restore.
+		Long: `Undo goes one step back, or N: to a checkpoint, with its files and its processes. When files have
+changed since the checkpoint that the sandbox is at (HEAD), the first step leads there, else to the
+one before it. 'agentbox redo' goes forward again, to where the first undo began, until there is a
+new checkpoint or another restore.
 
-It is a restore, with all that 'agentbox restore' says: what it replaces is kept first, undo commands of
-effects are run (--no-effects: not), host files are put back (--no-attached: not), and what cannot
-be proven changes nothing. 'agentbox restore --undo' takes the last one back.
+It is a restore, with all that 'agentbox restore' says: what it replaces is kept first, undo
+commands of effects are run (--no-effects: not), host files are put back (--no-attached: not), and
+what cannot be proven changes nothing. 'agentbox restore --undo' takes the last one back.
 
-Checkpoints are steps, whatever took them: 'agentbox checkpoint', and in a sandbox with a workspace each exec
-that has changed a file.
+Checkpoints are steps, whatever took them: 'agentbox checkpoint', and in a sandbox with a workspace
+each exec that has changed a file.
 
---list shows the steps: how many back each one is, what it was, how many paths were added (+), changed
-(~) and deleted (-) since the step before it, and how old it is. "now" is where the sandbox is, and
-redo 1 where redo leads. --dry-run shows what would change, as that of 'agentbox restore' does.
+--list shows the steps: how many back each one is, what it was, how many paths were added (+),
+modified (~) and deleted (-) since the step before it, and how old it is. "now" is where the sandbox
+is, and redo 1 where redo leads. --dry-run shows what would change, as that of 'agentbox restore'
+does.
 
 It prints the sandbox's name; with --format json what 'agentbox restore' prints, and redo: how many
-steps redo can go. With --list that is one object: sandbox, sandbox_name, changed (files have changed since
-HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, with back.`,
+steps redo can go. With --list that is one object: sandbox, sandbox_name, changed (files have changed
+since HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, with back.`,
 		Example: `  agentbox undo c
   agentbox undo c 3
   agentbox undo 3                           # in the directory of a workspace
@@ -75,9 +76,9 @@ func newRedoCommand(a *app) *cobra.Command {
 		Use:   "redo [flags] [SANDBOX] [N]",
 		Short: "Put a sandbox forward again by N steps, after undo",
 		Long: `Redo goes one step forward, or N, to what 'agentbox undo' has left: over each step that undo has
-passed, to the files and processes that were there when the first undo began. A new checkpoint, and any
-other restore, end that. Files that were changed after the undo are kept as a restore keeps what it
-replaces: 'agentbox restore --undo' brings them back.`,
+passed, to the files and processes that were there when the first undo began. A new checkpoint, and
+any other restore, end that. Files that were changed after the undo are kept as a restore keeps what
+it replaces: 'agentbox restore --undo' brings them back.`,
 		Example: `  agentbox redo c
   agentbox redo c 2
   agentbox redo --list c`,

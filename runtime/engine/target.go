@@ -42,6 +42,11 @@ func (rs *restores) target(
 			return r, rs.recreate(ctx, r, ref, opts, err)
 		}
 	}
+	if errors.Is(err, runtime.ErrNotFound) && to != nil {
+		if _, none := rs.newestOfGone(ctx, ref, false); none == nil {
+			err = hint(err, "It was removed; make it again with: agentbox restore "+ref)
+		}
+	}
 	if err == nil {
 		if err = rs.certain(ctx, ref, r.sb.Sandbox); err != nil {
 			r.sb.lock.Unlock()

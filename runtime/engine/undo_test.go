@@ -363,3 +363,78 @@ func TestChangesCounted(t *testing.T) {
 	}
 	count(second.ID, runtime.Changes{Added: 2, Modified: 1})
 }
+
+// TestRedoKept: neither prune nor the removal of one entry takes away where redo leads, and a checkpoint
+// ends it.
+func TestRedoKept(t *testing.T) {
+	r := newRig(t, nil)
+	sb := r.create(t, "c")
+	var ids []string
+	for i := range 4 {
+		if err := os.WriteFile(filepath.Join(sb.Upperdir, "a"), []byte(fmt.Sprint(i)), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		ids = append(ids, r.take(t, "c", runtime.CheckpointOptions{}).ID)
+	}
+	redo := func(n int) runtime.Restored {
+		t.Helper()
+		out, err := r.Redo(ctx, "c", runtime.UndoOptions{Steps: n})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	undo := func(n int) runtime.Restored {
+		t.Helper()
+		out, err := r.Undo(ctx, "c", runtime.UndoOptions{Steps: n})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	first := undo(3)
+	if first.Redo != 3 {
+		t.Fatalf("%d to redo", first.Redo)
+	}
+	if _, err := r.Prune(ctx, runtime.PruneOptions{KeepLast: 1}); err != nil {
+		t.Fatal(err)
+	}
+	left := r.left(t, sb.ID, nil)
+	for _, id := range []string{ids[0], ids[1], ids[2], first.Undo} {
+		if !slices.Contains(left, id) {
+			t.Errorf("prune removed %s", id)
+		}
+	}
+	if err := r.RemoveCheckpoint(ctx, ids[1]); err != nil {
+		t.Fatal(err)
+	}
+	if out := redo(2); out.Checkpoint.ID != first.Undo || contents(t, sb.Upperdir)["a"] != "3" || out.Redo != 0 {
+		t.Errorf("redo led to %+v", out.Checkpoint)
+	}
+	undo(1)
+	if err := os.WriteFile(filepath.Join(sb.Upperdir, "b"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	out := redo(1)
+	if !slices.ContainsFunc(out.Warnings, func(w string) bool { return strings.Contains(w, "files had changed") }) {
+		t.Errorf("redo over changes warns %q", out.Warnings)
+	}
+	if _, err := r.Restore(ctx, "c", runtime.RestoreOptions{Undo: true}); err != nil {
+		t.Fatal(err)
+	}
+	if _, ok := contents(t, sb.Upperdir)["b"]; !ok {
+		t.Error("the changes are lost")
+	}
+	undo(1)
+	r.take(t, "c", runtime.CheckpointOptions{})
+	if _, err := r.Redo(ctx, "c", runtime.UndoOptions{}); !errors.Is(err, runtime.ErrState) {
+		t.Errorf("redo after a checkpoint: %v", err)
+	}
+	if err := r.Remove(ctx, "c", runtime.RemoveOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	_, err := r.Undo(ctx, "c", runtime.UndoOptions{})
+	if own := (*runtime.Error)(nil); !errors.Is(err, runtime.ErrNotFound) || !errors.As(err, &own) {
+		t.Errorf("undo of a removed sandbox: %v", err)
+	}
+}
