@@ -362,7 +362,7 @@ func (h *Handler) checkpointRoutes() []route {
 				r.label(&r.in.Labels)
 				r.in.Progress = stepped(r)
 				c, err := svc.Checkpoint(ctx, r.ref, r.in)
-				if err == nil {
+				if err == nil && !c.Reused {
 					h.opts.Metrics.checkpointed(c)
 				}
 				return c, err
