@@ -69,7 +69,11 @@ type Progress func(done, total int64)
 
 // UndoOptions modify Undo and Redo; the zero value goes one step.
 type UndoOptions struct {
-	Steps      int           `json:"steps"`       // 0: 1
+	Steps int `json:"steps"` // 0: 1
+	// Paths limits Undo to what lies at these absolute paths in the sandbox, and below them:
+	// it goes back in place, and the processes go on. The head stays, and Redo leads where it
+	// did. At most 100.
+	Paths      []string      `json:"paths,omitempty"`
 	FilesOnly  bool          `json:"files_only"`  // leave the processes out: the command starts anew
 	NoEffects  bool          `json:"no_effects"`  // as in RestoreOptions, and so are the following
 	NoAttached bool          `json:"no_attached"` //

@@ -102,6 +102,7 @@ var elsewhere = map[string]string{
 	"stopped.":                       "stopped_test.go",
 	"store.reindex.":                 "../runtime/store/rearrange_failpoint_test.go",
 	"unaccepted.":                    "unaccepted_test.go",
+	"undo.paths.":                    "steps_test.go",
 	"volume.":                        "../runtime/volume/failpoint_test.go",
 	"volume.pause.":                  "../runtime/dockerplugin/volume/dockerd_test.go",
 }

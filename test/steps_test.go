@@ -170,3 +170,79 @@ func TestUndoKilled(t *testing.T) {
 		}
 	}
 }
+
+// TestUndoPath: paths go back by themselves, under a process that writes to them, and nothing else does. A
+// kill leaves them as they were or as they were to be.
+func TestUndoPath(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	b.start("s", "--network", "none", "--steps=off", "--workspace", dir+":/work", "busybox", "sh", "-c",
+		"cd /work; i=0; while :; do i=$((i+1)); echo $i; echo $i > busy/now; sleep 0.02; done 2>/dev/null")
+	had := onHost(t, dir)
+	b.sh("s", "mkdir /work/busy; echo then > /work/busy/file; ln /work/busy/file /work/busy/link; chmod 600 /work/busy/file")
+	b.checkpoint("--name", "then", "s")
+	began := b.inside("s")
+	only := func(all, path string) string { // what inside says of a path
+		var lines []string
+		for line := range strings.Lines(all) {
+			if strings.HasPrefix(line, "./"+path) {
+				lines = append(lines, line)
+			}
+		}
+		return strings.Join(lines, "")
+	}
+	wreckPaths := func() {
+		b.sh("s", wreck+"; rm -rf busy/file busy/link build; mkdir busy/file; echo more > busy/more; echo kept > other")
+	}
+	wreckPaths()
+	pid := b.inspect("s").Pid
+	head := b.inspect("s").Head
+	b.ok("undo", "s", "--path", "/work/src", "--path", "/work/busy/file", "--path", "/work/busy/more", "--path", "/work/wreck")
+	now := b.inside("s")
+	for _, path := range []string{"src", "busy/file", "busy/more", "wreck"} {
+		equal(b, path, only(now, path), only(began, path))
+	}
+	equal(b, "what was not named", b.sh("s", "cat /work/other /work/README; ls -d /work/.agentbox* 2>/dev/null || echo none"),
+		"kept\ngone\nnone")
+	equal(b, "its first process", b.inspect("s").Pid, pid)
+	equal(b, "the directory", onHost(t, dir), had)
+	was := b.ticked("s")
+	b.eventually("it goes on", func() bool { return b.ticked("s") > was })
+	equal(b, "head", b.inspect("s").Head, head)
+	equal(b, "whether files have changed", b.undoList("s").Changed, true)
+	b.ok("verify")
+
+	for args, says := range map[string]string{
+		"undo s --path /work": "has the mount /work in it", "undo s --path /etc": "has the mount /etc/",
+		"undo s --path /none/x": "is not there", "undo s --path x": "absolute", "redo s --path /x": "unknown flag",
+		"undo s --path /work/src --path /work/src/deep": "has the other in it",
+	} {
+		if r := b.try(nil, strings.Fields(args)...); r.code == 0 || !strings.Contains(r.err, says) {
+			t.Errorf("%s: %s", args, r)
+		}
+	}
+
+	for _, broken := range []string{
+		"checkpoint.after-freeze=kill", "undo.paths.after-stage=kill", "undo.paths.between=kill",
+		"undo.paths.after-stage=error", "undo.paths.between=error",
+	} {
+		b.ok("restore", "s", "then")
+		wreckPaths()
+		before := only(b.inside("s"), "src")
+		r := b.try([]string{"AGENTBOX_FAILPOINT=" + broken}, "undo", "s", "--path", "/work/src", "--path", "/work/wreck")
+		if r.code == 0 {
+			t.Fatalf("%s: %s", broken, r)
+		}
+		b.ok("recover")
+		equal(b, "status", b.inspect("s").Status, "running")
+		want := only(began, "src")
+		if broken == "checkpoint.after-freeze=kill" || broken == "undo.paths.after-stage=error" {
+			want = before
+		}
+		equal(b, "src after "+broken, only(b.inside("s"), "src"), want)
+		equal(b, "what is staged", b.sh("s", "ls -d /work/.agentbox* 2>/dev/null || echo none"), "none")
+		was := b.ticked("s")
+		b.eventually("it goes on", func() bool { return b.ticked("s") > was })
+	}
+}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"path"
 	"strconv"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 type undoOptions struct {
 	redo      bool
 	List      bool
+	Paths     []string
 	FilesOnly bool
 	DryRun    bool
 	NoEffects bool
@@ -28,6 +30,10 @@ type undoOptions struct {
 
 func (o *undoOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.List, "list", "l", false, "list where undo and redo lead, and change nothing")
+	if !o.redo {
+		fl.Var(list(&o.Paths), "path",
+			"only what lies at `PATH` in the sandbox, and below it, goes back; the processes go on (can be given up to 100 times)")
+	}
 	fl.BoolVar(&o.FilesOnly, "files", false, "leave the processes out; the command starts afresh")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
 	fl.BoolVar(&o.NoEffects, "no-effects", false, "run no undo commands of effects; they stay on the ledger")
@@ -50,6 +56,10 @@ It is a restore, with all that 'agentbox restore' says: what it replaces is kept
 commands of effects are run (--no-effects: not), host files are put back (--no-attached: not), and
 what cannot be proven changes nothing. 'agentbox restore --undo' takes the last one back.
 
+--path puts back some files or directories alone, in place: the sandbox stands still for that moment,
+and its processes go on. What it had is an undo checkpoint of files, HEAD stays where it is, and no
+effects are compensated. What a process has open stays the file that it was.
+
 Checkpoints are steps, whatever took them: 'agentbox checkpoint', and in a sandbox with a workspace
 each exec that has changed a file.
 
@@ -67,6 +77,7 @@ since HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, w
   agentbox undo --list c
   agentbox undo --dry-run c
   agentbox undo --files c
+  agentbox undo --path /work/src c 2
   agentbox undo --list --format json c | jq -r '.steps[] | select(.back == 2) | .id'`,
 	})
 }
@@ -115,7 +126,15 @@ func undoCommand(a *app, opts *undoOptions, cmd *cobra.Command) *cobra.Command {
 		}
 		uo := runtime.UndoOptions{
 			Steps: n, FilesOnly: opts.FilesOnly, NoEffects: opts.NoEffects, NoAttached: opts.NoAttach,
-			Timeout: opts.Timeout, Redo: opts.redo,
+			Timeout: opts.Timeout, Redo: opts.redo, Paths: opts.Paths,
+		}
+		for _, p := range opts.Paths {
+			if !path.IsAbs(p) {
+				return usageErrorf("--path %q: must be an absolute path inside the sandbox", p)
+			}
+		}
+		if len(opts.Paths) > 0 && (opts.List || opts.DryRun || opts.FilesOnly) {
+			return usageErrorf("--path excludes --list, --dry-run and --files: see 'agentbox diff SANDBOX -- PATH'")
 		}
 		ctx := cmd.Context()
 		return a.onSandbox(ctx, box, func(svc runtime.Service, sandbox string, _ []string) error {
@@ -147,7 +166,14 @@ func runUndo(
 	opts.Progress = update
 	r, err := do(ctx, sandbox, opts)
 	end()
-	return showRestored(r, err, format, stepSummary, stdout, stderr)
+	summary := stepSummary
+	if n := len(opts.Paths); n > 0 {
+		summary = func(r runtime.Restored) string {
+			return fmt.Sprintf("%s of %s as at step %s (%s)\nundo with: agentbox restore %s --undo", countText(int64(n), "path"),
+				r.Sandbox.Name, shorten(r.Checkpoint.ID, 13), stepText(r.Checkpoint), r.Sandbox.Name)
+		}
+	}
+	return showRestored(r, err, format, summary, stdout, stderr)
 }
 
 // stepSummary says where undo or redo has led.

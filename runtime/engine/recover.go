@@ -26,6 +26,7 @@ const (
 	opApply      = "apply"
 	opCommit     = "commit"
 	opUpdate     = "update"
+	opUndoPaths  = "undo-paths"
 )
 
 // recoverWait is how long recovery waits for the lock of an interrupted verb: a
@@ -163,6 +164,8 @@ func (rec *recovery) finish(ctx context.Context, in store.Intent) (did string, e
 		if did != "" {
 			did += unsure
 		}
+	case opUndoPaths:
+		did, err = rec.finishUndoPaths(ctx, in, host, lock)
 	case opCommit:
 		did, err = rec.checkpoints.finishCommit(ctx, in)
 	case opApply:

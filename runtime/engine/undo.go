@@ -27,6 +27,9 @@ const maxRedo = 256
 // Undo restores a checkpoint that is some steps back; see Service.
 func (v checkpointVerbs) Undo(ctx context.Context, ref string, opts runtime.UndoOptions) (runtime.Restored, error) {
 	return verb(ctx, v.e, onSandbox(opUndo, ref), func(ctx context.Context) (runtime.Restored, error) {
+		if len(opts.Paths) > 0 {
+			return v.e.restores.undoPaths(ctx, ref, opts)
+		}
 		return v.e.restores.step(ctx, ref, opts, opUndo)
 	})
 }
@@ -82,6 +85,8 @@ func (rs *restores) step(
 func (rs *restores) aimAt(opts runtime.UndoOptions, verb string) (*aim, error) {
 	n := opts.Steps
 	switch {
+	case len(opts.Paths) > 0:
+		return nil, fmt.Errorf("%w: only undo itself goes back with some paths alone", runtime.ErrInvalid)
 	case n < 0:
 		return nil, fmt.Errorf("%w: %d steps", runtime.ErrInvalid, n)
 	case n == 0:
