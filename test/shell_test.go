@@ -78,7 +78,7 @@ func TestShell(t *testing.T) {
 	b.env = bySudo(home)
 
 	m := b.terminal("shell", repo)
-	m.shows("my-project over ~/src/my project: nothing reaches it until 'agentbox apply'")
+	m.shows("my-project: ~/src/my project stays as it is until 'agentbox apply'; see agentbox diff, undo")
 	m.enter("echo who: $(id -u):$(id -g) $(id -un) $HOME; pwd\r")
 	m.shows(fmt.Sprintf("who: %d:%d tess %s\r\n%s", tess, tessGroup, home, repo))
 	m.enter("stat -c 'owner: %u:%g' . .git file ..\r")

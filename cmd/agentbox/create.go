@@ -256,11 +256,7 @@ func (o *createOptions) mounts() ([]runtime.Mount, error) {
 		}
 	}
 	for _, w := range o.Workspaces {
-		m, err := parseWorkspace(w)
-		if err == nil {
-			err = bySudo(m.Source)
-		}
-		if err := add(m, err); err != nil {
+		if err := add(parseWorkspace(w)); err != nil {
 			return nil, err
 		}
 	}

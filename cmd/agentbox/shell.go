@@ -240,6 +240,7 @@ func (sh *shell) again(ctx context.Context, svc runtime.Service, sb runtime.Sand
 			}
 		}
 	}
+	sh.opts.Remove = sb.Spec.AutoRemove
 	switch {
 	case sb.Status == runtime.Running:
 		return sh.exec(ctx, svc, sb)
@@ -277,7 +278,7 @@ func (o *shellOptions) ofNew(flag string) bool {
 // env is what each start of a shell is told by its environment.
 func (sh *shell) env() []string {
 	env := sh.user.terminalEnv(sh.tty)
-	if sh.opts.Steps == stepsOff {
+	if !sh.steps() {
 		env = append(env, stepsVariable+"="+stepsOff)
 	}
 	return env
@@ -322,8 +323,8 @@ func (sh *shell) make(ctx context.Context, svc runtime.Service, all []runtime.Sa
 		return reword(err, "shell", req.Spec.Name)
 	}
 	if isTerminalWriter(sh.app.stderr) {
-		fmt.Fprintf(sh.app.stderr, "%s over %s: nothing reaches it until 'agentbox apply'; "+
-			"'agentbox diff', 'agentbox undo'\n", sb.Name, printable(sh.user.short(sh.dir)))
+		fmt.Fprintf(sh.app.stderr, "%s: %s stays as it is until 'agentbox apply'; see agentbox diff, undo\n",
+			sb.Name, printable(sh.user.short(sh.dir)))
 	}
 	return sh.stepping(ctx, svc, sb, func() error { return startNew(ctx, sb, svc, sh.sess) })
 }

@@ -225,8 +225,10 @@ func (sh *shell) stepping(ctx context.Context, svc runtime.Service, sb runtime.S
 	return err
 }
 
-// steps reports whether the shell takes steps: it is one, at a terminal.
-func (sh *shell) steps() bool { return sh.tty && len(sh.command) == 0 && sh.opts.Steps != stepsOff }
+// steps reports whether the shell takes steps: it is one, at a terminal, in a sandbox that stays.
+func (sh *shell) steps() bool {
+	return sh.tty && len(sh.command) == 0 && sh.opts.Steps != stepsOff && !sh.opts.Remove
+}
 
 // Values of --steps.
 const (

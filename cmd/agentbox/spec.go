@@ -136,7 +136,7 @@ func parseWorkspace(s string) (runtime.Mount, error) {
 	if err != nil {
 		return bad(err.Error())
 	}
-	return m, nil
+	return m, bySudo(m.Source)
 }
 
 // parseVolume reads SRC:DST[:ro|rw]. A SRC that could be a name is one, of a

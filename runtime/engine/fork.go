@@ -74,6 +74,9 @@ func (rs *restores) fork(ctx context.Context, ref string, opts runtime.ForkOptio
 	if opts.Count > 1 && len(opts.Grants.Ports) > 0 {
 		return nil, fmt.Errorf("%w: a port can be published by one fork only", runtime.ErrInvalid)
 	}
+	if err := callerLists(ctx, opts.Grants.Mounts); err != nil {
+		return nil, err
+	}
 	row, err := rs.forkFrom(ctx, ref, opts)
 	if err != nil {
 		return nil, err

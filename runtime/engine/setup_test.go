@@ -102,7 +102,8 @@ func TestSetupStream(t *testing.T) {
 		put := func(top, name, text string) {
 			t.Helper()
 			path := filepath.Join(top, name)
-			if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
+			err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644))
+			if err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -113,8 +114,10 @@ func TestSetupStream(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, dir := range mounted { // mount points are in both
-			if err := errors.Join(os.MkdirAll(filepath.Join(root, dir), 0o755), os.MkdirAll(filepath.Join(upper, dir), 0o755)); err != nil {
-				t.Fatal(err)
+			for _, top := range []string{root, upper} {
+				if err := os.MkdirAll(filepath.Join(top, dir), 0o755); err != nil {
+					t.Fatal(err)
+				}
 			}
 		}
 		jail, err := policy.Open(root)
@@ -124,7 +127,9 @@ func TestSetupStream(t *testing.T) {
 		defer jail.Close()
 		w := &setupWriter{jail: jail, upper: upper, spec: s, now: time.Unix(1, 0)}
 		w.tar = tar.NewWriter(&w.buf)
-		setup := runtime.Setup{Account: &a, Files: []runtime.SetupFile{{Path: "/etc/own/file", Mode: 0o755, Data: []byte("x")}}}
+		setup := runtime.Setup{
+			Account: &a, Files: []runtime.SetupFile{{Path: "/etc/own/file", Mode: 0o755, Data: []byte("x")}},
+		}
 		if err := w.all(setup); err != nil {
 			t.Fatal(err)
 		}

@@ -30,7 +30,10 @@ func (rs *restores) target(
 	r.restart, r.verify, r.pull, r.grants = sb != nil, opts.Verify, opts.Pull, opts.Grants
 	r.effects.off, r.attached.all, r.attached.none, r.secrets.given = opts.NoEffects, opts.Attached,
 		opts.NoAttached, opts.Secrets
-	err := rs.checkpoints.match(ctx, ref, &opts)
+	err := callerLists(ctx, opts.Grants.Mounts)
+	if err == nil {
+		err = rs.checkpoints.match(ctx, ref, &opts)
+	}
 	if err != nil {
 		if r.sb != nil {
 			r.sb.lock.Unlock()
