@@ -241,7 +241,7 @@ const stepsVariable = "AGENTBOX_STEPS"
 
 // Files of the shells, which read the user's own first.
 var shellRC = []runtime.SetupFile{
-	{Path: shellDir + "/bashrc", Mode: 0o644, Data: []byte(`# Of bash in 'agentbox shell': a mark before each prompt, of which a step is taken.
+	rcFile("bashrc", `# Of bash in 'agentbox shell': a mark before each prompt, of which a step is taken.
 [ -r ~/.bashrc ] && . ~/.bashrc
 __agentbox_mark() {
 	local line= number=
@@ -262,11 +262,11 @@ if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 501)); then
 else
 	PROMPT_COMMAND="${PROMPT_COMMAND:+$PROMPT_COMMAND; }__agentbox_mark"
 fi
-`)},
-	{Path: shellDir + "/zsh/.zshenv", Mode: 0o644, Data: []byte(`[[ -r ~/.zshenv ]] && source ~/.zshenv
-ZDOTDIR=` + shellDir + `/zsh
-`)},
-	{Path: shellDir + "/zsh/.zshrc", Mode: 0o644, Data: []byte(`# Of zsh in 'agentbox shell': a mark before each prompt, of which a step is taken.
+`),
+	rcFile("zsh/.zshenv", `[[ -r ~/.zshenv ]] && source ~/.zshenv
+ZDOTDIR=`+shellDir+`/zsh
+`),
+	rcFile("zsh/.zshrc", `# Of zsh in 'agentbox shell': a mark before each prompt, of which a step is taken.
 unset ZDOTDIR
 [[ -r ~/.zshrc ]] && source ~/.zshrc
 __agentbox_line() { __agentbox_last=$1 }
@@ -283,8 +283,8 @@ __agentbox_mark() {
 autoload -Uz add-zsh-hook
 add-zsh-hook preexec __agentbox_line
 add-zsh-hook precmd __agentbox_mark
-`)},
-	{Path: shellDir + "/fish", Mode: 0o644, Data: []byte(`# Of fish in 'agentbox shell': a mark before each prompt, of which a step is taken.
+`),
+	rcFile("fish", `# Of fish in 'agentbox shell': a mark before each prompt, of which a step is taken.
 function __agentbox_line --on-event fish_postexec
 	set -g __agentbox_last $argv[1]
 end
@@ -296,5 +296,9 @@ function __agentbox_mark --on-event fish_prompt
 	set -g __agentbox_on
 	set -e __agentbox_last
 end
-`)},
+`),
+}
+
+func rcFile(name, text string) runtime.SetupFile {
+	return runtime.SetupFile{Path: shellDir + "/" + name, Mode: 0o644, Data: []byte(text)}
 }
