@@ -309,9 +309,15 @@ func TestShellSteps(t *testing.T) {
 		t.Errorf("steps with --steps off: %q", steps())
 	}
 
-	// A command that is over before its step is taken has one at the end.
-	m.enter("echo last > c; exit\r")
+	// The end of the shell is no change, so that undo still takes back what the last command did.
+	m.enter("rm -f file; echo go''ne\r")
+	m.shows("gone")
+	taken("prompt: rm -f file; echo go''ne")
+	m.enter("exit\r")
 	equal(b, "exit", m.ends(), 0)
+	b.ok("undo", "my-project")
+	equal(b, "after an undo of the last command", b.ok("ls", "my-project", repo), ".git\na\nfile")
+
 	base := b.checkpoints("my-project")
 	b.ok("restore", "my-project", base[len(base)-1].ID)
 	equal(b, "trigger of the first step", base[len(base)-1].Trigger, "base")

@@ -243,6 +243,8 @@ const stepsVariable = "AGENTBOX_STEPS"
 var shellRC = []runtime.SetupFile{
 	rcFile("bashrc", `# Of bash in 'agentbox shell': a mark before each prompt, of which a step is taken.
 [ -r ~/.bashrc ] && . ~/.bashrc
+# Else the end of the shell would be one more change to undo.
+[ "$HISTFILE" != ~/.bash_history ] || unset HISTFILE
 __agentbox_mark() {
 	local line= number=
 	if [[ $(HISTTIMEFORMAT= builtin history 1) =~ ^\ *([0-9]+)[*\ ]\ (.*)$ ]]; then
@@ -285,6 +287,7 @@ add-zsh-hook preexec __agentbox_line
 add-zsh-hook precmd __agentbox_mark
 `),
 	rcFile("fish", `# Of fish in 'agentbox shell': a mark before each prompt, of which a step is taken.
+set -q fish_history; or set -g fish_history '' # else each command would change a file
 function __agentbox_line --on-event fish_postexec
 	set -g __agentbox_last $argv[1]
 end
