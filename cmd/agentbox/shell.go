@@ -84,7 +84,8 @@ Debian with git and common tools, which is made once. With --image host the sand
 the programs of this host: its /usr and /opt, which it cannot change.
 
 .agentbox.yaml says what sandboxes over DIR need. What it asks for is shown and has to be
-accepted once, and again when it has changed; flags win over it.`,
+accepted once, and again when it has changed; flags win over it. Its keys are image, memory,
+cpus, network, egress, env and secrets (docs/agentbox-yaml.md).`,
 		Example: `  cd ~/project && agentbox shell
   agentbox shell ~/project -- make test
   agentbox shell --image host
@@ -125,6 +126,8 @@ accepted once, and again when it has changed; flags win over it.`,
 	completeFlags(cmd)
 	a.completeLeaseFlag(cmd)
 	a.completePolicyFlag(cmd)
+	// It fails only for a flag registered twice.
+	_ = cmd.RegisterFlagCompletionFunc("image", a.completeImages)
 	return cmd
 }
 

@@ -28,7 +28,7 @@ func (sh *shell) readProject(ctx context.Context) error {
 	file, err := project.Parse(data)
 	if err != nil {
 		return &runtime.Error{
-			Op: "read", ID: sh.dir, Err: err, Hint: "'agentbox shell --help' names docs/agentbox-yaml.md, which has its keys.",
+			Op: "read", ID: sh.dir, Err: err, Hint: "docs/agentbox-yaml.md has its keys.",
 		}
 	}
 	words := file.Words()
