@@ -37,7 +37,6 @@ type shellOptions struct {
 	Image  string
 	New    bool
 	Trust  bool
-	Steps  string
 
 	given []string // flags of createOptions that were given
 }
@@ -48,9 +47,6 @@ func (o *shellOptions) addFlags(fl *pflag.FlagSet) {
 			"default: the directory's, Debian with git and common tools)")
 	fl.BoolVar(&o.New, "new", false, "make another sandbox, even if the directory has one")
 	fl.BoolVarP(&o.Trust, "trust", "y", false, "accept the directory's .agentbox.yaml without a question")
-	o.Steps = stepsOn
-	fl.Var(choice(&o.Steps, stepsOn, stepsOff), "steps",
-		"`on`: at each prompt of bash, zsh or fish take a checkpoint if files have changed; or off")
 	all := pflag.NewFlagSet("", pflag.ContinueOnError)
 	o.createOptions.addFlags(all)
 	all.VisitAll(func(f *pflag.Flag) {
@@ -282,7 +278,7 @@ func (o *shellOptions) ofNew(flag string) bool {
 func (sh *shell) env() []string {
 	env := sh.user.terminalEnv(sh.tty)
 	if !sh.steps() {
-		env = append(env, stepsVariable+"="+stepsOff)
+		env = append(env, stepsVariable+"="+runtime.StepsOff)
 	}
 	return env
 }

@@ -29,7 +29,7 @@ fi
 for shell in "$SHELL" /bin/bash /usr/bin/bash; do
 	[ -x "$shell" ] || continue
 	export SHELL="$shell"
-	if [ -t 0 ] && [ "$` + stepsVariable + `" != ` + stepsOff + ` ]; then
+	if [ -t 0 ] && [ "$` + stepsVariable + `" != ` + runtime.StepsOff + ` ]; then
 		case $shell in
 		*/bash) exec "$shell" --rcfile ` + shellDir + `/bashrc ;;
 		*/zsh) ZDOTDIR=` + shellDir + `/zsh exec "$shell" ;;

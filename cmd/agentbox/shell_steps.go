@@ -227,14 +227,8 @@ func (sh *shell) stepping(ctx context.Context, svc runtime.Service, sb runtime.S
 
 // steps reports whether the shell takes steps: it is one, at a terminal, in a sandbox that stays.
 func (sh *shell) steps() bool {
-	return sh.tty && len(sh.command) == 0 && sh.opts.Steps != stepsOff && !sh.opts.Remove
+	return sh.tty && len(sh.command) == 0 && sh.opts.Steps != runtime.StepsOff && !sh.opts.Remove
 }
-
-// Values of --steps.
-const (
-	stepsOn  = "on"
-	stepsOff = "off"
-)
 
 // stepsVariable tells the shell's program not to print marks.
 const stepsVariable = "AGENTBOX_STEPS"
