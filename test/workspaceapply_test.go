@@ -204,6 +204,7 @@ func TestWorkspaceApplyUndo(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.fails(2, "apply", "s", "--", "/elsewhere")
+	equal(b, "apply of all that is below /", b.ok("apply", "--dry-run", "s", "--", "/"), "")
 	b.fails(3, "apply", "s@none")
 	b.fails(3, "apply", "--workspace", "/none", "s")
 	b.fails(2, "apply", "--ours", "--theirs", "s")

@@ -199,7 +199,9 @@ func (w *workspaces) choose(opts runtime.ApplyOptions) error {
 		return nil
 	}
 	for _, p := range opts.Paths {
-		if _, ok := w.innermost(path.Clean(p)); !ok {
+		p = path.Clean(p)
+		above := func(v runtime.Volume) bool { _, in := apply.Inside(p, v.Target); return in }
+		if _, ok := w.innermost(p); !ok && !slices.ContainsFunc(w.chosen, above) {
 			return hint(fmt.Errorf("%w: the path %q is in no workspace that is applied", runtime.ErrInvalid, p),
 				"Paths are those in the sandbox; its workspaces are "+strings.Join(all, ", ")+".")
 		}

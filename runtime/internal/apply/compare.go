@@ -125,7 +125,20 @@ func sameContent(ctx context.Context, a, b side) (bool, error) {
 		return false, err
 	}
 	defer y.Close()
-	return sameBytes(x, y)
+	return sameBytes(under{ctx, x}, y)
+}
+
+// under reads until its context ends.
+type under struct {
+	ctx context.Context
+	io.Reader
+}
+
+func (u under) Read(p []byte) (int, error) {
+	if err := u.ctx.Err(); err != nil {
+		return 0, err
+	}
+	return u.Reader.Read(p)
 }
 
 // sameBytes compares two streams to their ends.
@@ -134,15 +147,15 @@ func sameBytes(x, y io.Reader) (bool, error) {
 	for {
 		n, err := io.ReadFull(x, a)
 		m, e2 := io.ReadFull(y, b)
+		end := func(err error) bool { return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) }
+		if err != nil && !end(err) || e2 != nil && !end(e2) {
+			return false, errors.Join(err, e2)
+		}
 		if n != m || !bytes.Equal(a[:n], b[:m]) {
 			return false, nil
 		}
-		end := func(err error) bool { return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) }
 		if end(err) && end(e2) {
 			return true, nil
-		}
-		if err != nil || e2 != nil {
-			return false, errors.Join(err, e2)
 		}
 	}
 }

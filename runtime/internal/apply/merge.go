@@ -303,7 +303,7 @@ func (m *merger) both(ctx context.Context, i, end int, hides bool) error {
 	rel := m.list[i].Path
 	hides = hides || opaque(&m.list[i])
 	if m.wants(rel) {
-		if err := m.attrs(rel, m.upper(i), m.baseOf(rel)); err != nil {
+		if err := m.attrs(ctx, rel, m.upper(i), m.baseOf(rel)); err != nil {
 			return err
 		}
 	}
@@ -329,7 +329,7 @@ func (m *merger) both(ctx context.Context, i, end int, hides bool) error {
 }
 
 // attrs plans the attributes of a directory that both sides have.
-func (m *merger) attrs(rel string, s, b side) error {
+func (m *merger) attrs(ctx context.Context, rel string, s, b side) error {
 	d, err := m.from.sub(rel)
 	if err != nil {
 		return err
@@ -362,7 +362,7 @@ func (m *merger) attrs(rel string, s, b side) error {
 	now.Mode, now.UID, now.GID, now.Xattrs = to.Mode, to.UID, to.GID, s.Xattrs
 	to.Sec, to.Nsec = have.Sec, have.Nsec
 	m.plan.Dirs = append(m.plan.Dirs, dirOp{Path: []byte(rel), Old: have, New: to})
-	what, err := differ(context.Background(), side{Entry: &old}, side{Entry: &now})
+	what, err := differ(ctx, side{Entry: &old}, side{Entry: &now})
 	if err != nil {
 		return err
 	}
