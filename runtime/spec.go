@@ -202,6 +202,7 @@ type Process struct {
 	// Message is that of the checkpoint which Spec.Steps asks for; default: the program. The
 	// arguments may be secrets.
 	Message string `json:"message,omitempty"`
+	NoStep  bool   `json:"no_step,omitempty"` // none is taken
 }
 
 // Size of a terminal in characters.

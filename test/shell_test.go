@@ -282,13 +282,14 @@ func TestShellSteps(t *testing.T) {
 	m.enter("COLOUR=blue; echo one > a; echo 100% do''ne\r")
 	m.shows("100% done")
 	taken("prompt: COLOUR=blue; echo one > a; echo 100% do''ne")
-	m.enter("printf '\\e]633;agentbox;forged\\a'; echo noth''ing\r")
-	m.shows("nothing")
+	// Each command waits for the step of the one before it: a step has what there is when it is taken.
+	m.enter("printf '\\e]633;agentbox;forged\\a'; echo two > c\r")
+	taken("prompt: printf '\\e]633;agentbox;forged\\a'; echo two > c")
 	m.enter("COLOUR=red; rm -f a file; echo bro''ken\r")
 	m.shows("broken")
 	taken("prompt: COLOUR=red; rm -f a file; echo bro''ken")
-	if n := len(steps()); n != 3 {
-		t.Errorf("%d steps, want 3: %q", n, steps())
+	if n := len(steps()); n != 4 {
+		t.Errorf("%d steps, want 4: %q", n, steps())
 	}
 	if s := m.screen(); strings.Contains(s, "\x1b]633;agentbox") {
 		t.Errorf("the screen has marks: %q", s)
@@ -297,7 +298,7 @@ func TestShellSteps(t *testing.T) {
 	b.ok("undo", "my-project")
 	m.shows("my-project was restored")
 	m.enter("echo now: $COLOUR $(ls)\r")
-	m.shows("now: blue a file")
+	m.shows("now: blue a c file")
 
 	// Without steps there are none.
 	had := len(steps())
@@ -316,7 +317,7 @@ func TestShellSteps(t *testing.T) {
 	m.enter("exit\r")
 	equal(b, "exit", m.ends(), 0)
 	b.ok("undo", "my-project")
-	equal(b, "after an undo of the last command", b.ok("ls", "my-project", repo), ".git\na\nfile")
+	equal(b, "after an undo of the last command", b.ok("ls", "my-project", repo), ".git\na\nc\nfile")
 
 	base := b.checkpoints("my-project")
 	b.ok("restore", "my-project", base[len(base)-1].ID)

@@ -217,7 +217,7 @@ func TestWorkspaceHere(t *testing.T) {
 	equal(b, "diff after a checkpoint", in("", "diff"), want)
 	equal(b, "diff from the checkpoint", in("", "diff", "HEAD"), "")
 	equal(b, "apply of a part", in("src", "apply", "--dry-run", "--", "new", "../build"), "A src/new (file 0644 1000:1000)\n")
-	equal(b, "apply of a checkpoint", in("src", "apply", "HEAD~1", "--", "new"), "")
+	equal(b, "apply of a checkpoint", in("src", "apply", "@base", "--", "new"), "")
 	copied := t.TempDir()
 	if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
 		t.Fatal(err)

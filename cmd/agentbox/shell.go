@@ -286,6 +286,7 @@ func (sh *shell) env() []string {
 func (sh *shell) exec(ctx context.Context, svc runtime.Service, sb runtime.Sandbox) error {
 	p := runtime.Process{
 		Args: append([]string{shellProgram}, sh.command...), Workdir: sh.cwd, Terminal: sh.tty, Env: sh.env(),
+		Message: cmp.Or(stepLine(strings.Join(sh.command, " ")), "shell"), NoStep: sh.opts.Steps == runtime.StepsOff,
 	}
 	return sh.stepping(ctx, svc, sb, func() error { return runExec(ctx, sb.ID, p, svc, sh.sess) })
 }

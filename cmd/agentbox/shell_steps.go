@@ -93,11 +93,16 @@ func findMark(data []byte) (at int, line string, size int) {
 // maxStepLine bounds the message of a step, in bytes.
 const maxStepLine = 500
 
-// plainLine is a command line of a mark as the message of a step: text without control characters.
+// plainLine is a command line of a mark as the message of a step.
 func plainLine(text string) string {
 	if s, err := url.PathUnescape(text); err == nil {
 		text = s
 	}
+	return stepLine(text)
+}
+
+// stepLine is a command line as the message of a step: bounded text without control characters.
+func stepLine(text string) string {
 	text = strings.TrimSpace(strings.Map(func(r rune) rune {
 		if !unicode.IsGraphic(r) {
 			return ' '

@@ -122,7 +122,7 @@ func (cs *checkpoints) beforeExec(ctx context.Context, sb store.Sandbox, s runti
 // afterExec takes the step that follows an exec, if that has changed a file. Its failure does not
 // change what has become of the exec.
 func (cs *checkpoints) afterExec(ctx context.Context, sb store.Sandbox, s runtime.Spec, p runtime.Process) {
-	if !s.TakesSteps() || p.Detach || ctx.Err() != nil {
+	if !s.TakesSteps() || p.NoStep || p.Detach || ctx.Err() != nil {
 		return
 	}
 	opts := forExec(p)
