@@ -122,6 +122,7 @@ bench: build
 	scripts/bench.py
 	scripts/bench_store.py
 	scripts/bench_images.py
+	scripts/bench_workspace.py
 
 clean:
 	rm -rf bin
