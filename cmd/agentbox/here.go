@@ -100,6 +100,18 @@ func workspaceOver(workspaces []runtime.Mount, dir string) (over runtime.Mount, 
 	return over, ok
 }
 
+// fromHere returns paths in the sandbox for those that are relative to the current directory.
+func fromHere(ctx context.Context, names []string, svc runtime.Service) (list []string, err error) {
+	if !slices.ContainsFunc(names, func(name string) bool { return !path.IsAbs(name) }) {
+		return names, nil
+	}
+	p, err := here(ctx, svc)
+	for _, name := range names {
+		list = append(list, p.in(name))
+	}
+	return list, err
+}
+
 // onSandbox calls fn with the sandbox that args begin with and the rest of them or, where they
 // leave it out, with the one that has a workspace here.
 func (a *app) onSandbox(

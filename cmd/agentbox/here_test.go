@@ -69,6 +69,13 @@ func TestHere(t *testing.T) {
 				t.Errorf("%s in %q: code %d, %d steps, %q: %s", c.args, at, r.code, f.undoOpts.Steps, f.calls, r.stderr)
 			}
 		}
+		f := overDir(dir, "box")
+		r := try(t, f, "", "undo", "--path", "x", "--path", "/etc/y")
+		want := []string{filepath.Join("/work", strings.Replace(at, "link", "src", 1), "x"), "/etc/y"}
+		if r.code != 0 || !slices.Equal(f.undoOpts.Paths, want) {
+			t.Errorf("undo --path in %q: code %d, %q: %s", at, r.code, f.undoOpts.Paths, r.stderr)
+		}
+		try(t, overDir(dir, "box"), "", "undo", "--path", "x", "box").want(t, exitUsage, "", "must be an absolute path")
 		for _, verb := range []string{"log", "checkpoint", "attach", "diff"} {
 			f := overDir(dir, "box")
 			f.program = func(context.Context, runtime.Streams, <-chan string) (int, error) { return 0, nil }

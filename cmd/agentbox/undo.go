@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"path"
+	"slices"
 	"strconv"
 	"time"
 
@@ -78,6 +79,7 @@ since HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, w
   agentbox undo --dry-run c
   agentbox undo --files c
   agentbox undo --path /work/src c 2
+  agentbox undo --path src/main.c           # in the directory of a workspace
   agentbox undo --list --format json c | jq -r '.steps[] | select(.back == 2) | .id'`,
 	})
 }
@@ -128,16 +130,17 @@ func undoCommand(a *app, opts *undoOptions, cmd *cobra.Command) *cobra.Command {
 			Steps: n, FilesOnly: opts.FilesOnly, NoEffects: opts.NoEffects, NoAttached: opts.NoAttach,
 			Timeout: opts.Timeout, Redo: opts.redo, Paths: opts.Paths,
 		}
-		for _, p := range opts.Paths {
-			if !path.IsAbs(p) {
-				return usageErrorf("--path %q: must be an absolute path inside the sandbox", p)
-			}
+		if !elided(box) && slices.ContainsFunc(opts.Paths, func(p string) bool { return !path.IsAbs(p) }) {
+			return usageErrorf("--path: must be an absolute path inside the sandbox")
 		}
 		if len(opts.Paths) > 0 && (opts.List || opts.DryRun || opts.FilesOnly) {
 			return usageErrorf("--path excludes --list, --dry-run and --files: see 'agentbox diff SANDBOX -- PATH'")
 		}
 		ctx := cmd.Context()
-		return a.onSandbox(ctx, box, func(svc runtime.Service, sandbox string, _ []string) error {
+		return a.onSandbox(ctx, box, func(svc runtime.Service, sandbox string, _ []string) (err error) {
+			if uo.Paths, err = fromHere(ctx, uo.Paths, svc); err != nil {
+				return err
+			}
 			switch {
 			case opts.List:
 				return runUndoList(ctx, opts.Format, sandbox, svc, a.stdout, a.now())

@@ -300,34 +300,37 @@ func rawName(e runtime.FileEntry) string {
 
 // copyFrom writes a path as a tar stream; see cptar.From.
 func (cs *checkpoints) copyFrom(ctx context.Context, ref recordedState, p string, w io.Writer) error {
-	return cs.onView(ctx, ref, p, func(v *overlay.View) error {
-		real, e, err := v.Resolve(p, false)
-		if err != nil {
-			return err
-		}
-		if e == nil {
-			return notThere(p)
-		}
-		name := path.Base(p)
-		if name == "." || name == ".." || name == "/" {
-			name = "."
-		}
-		out := bufio.NewWriterSize(w, 256<<10)
-		t := viewTar{w: overlay.NewTarWriter(out), top: real, name: name, first: map[string]string{}}
-		if err := v.Walk(real, t.add); err != nil {
-			return err
-		}
-		if err := t.w.Close(); err != nil {
-			return err
-		}
-		if err := out.Flush(); err != nil {
-			return err
-		}
-		if len(t.report.Skipped) > 0 {
-			return &cptar.Partial{Report: t.report}
-		}
-		return nil
-	})
+	return cs.onView(ctx, ref, p, func(v *overlay.View) error { return copyOf(v, p, w) })
+}
+
+// copyOf writes what a view has at a path as an archive.
+func copyOf(v *overlay.View, p string, w io.Writer) error {
+	real, e, err := v.Resolve(p, false)
+	if err != nil {
+		return err
+	}
+	if e == nil {
+		return notThere(p)
+	}
+	name := path.Base(p)
+	if name == "." || name == ".." || name == "/" {
+		name = "."
+	}
+	out := bufio.NewWriterSize(w, 256<<10)
+	t := viewTar{w: overlay.NewTarWriter(out), top: real, name: name, first: map[string]string{}}
+	if err := v.Walk(real, t.add); err != nil {
+		return err
+	}
+	if err := t.w.Close(); err != nil {
+		return err
+	}
+	if err := out.Flush(); err != nil {
+		return err
+	}
+	if len(t.report.Skipped) > 0 {
+		return &cptar.Partial{Report: t.report}
+	}
+	return nil
 }
 
 // viewTar writes what a walk finds as an archive.

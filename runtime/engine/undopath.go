@@ -17,6 +17,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/idmap"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/progress"
@@ -209,6 +210,20 @@ func (rs *restores) presentOf(ctx context.Context, sb *locked, c runtime.Contain
 // stagePaths writes what the checkpoint has at each path beside it.
 func (rs *restores) stagePaths(ctx context.Context, sb *locked, row store.Checkpoint, data *putting) error {
 	sb.steps.Begin(runtime.PhaseStaging, 0)
+	paths := make([]string, len(data.Paths))
+	for i, p := range data.Paths {
+		paths[i] = p.Path
+	}
+	return rs.checkpoints.onView(ctx, recordedState{sb.ID, row.ID}, paths[0], func(v *overlay.View) error {
+		if err := v.Foresee(paths...); err != nil {
+			return err
+		}
+		return rs.stageFrom(ctx, sb, v, data)
+	})
+}
+
+// stageFrom is stagePaths for what a view has.
+func (rs *restores) stageFrom(ctx context.Context, sb *locked, v *overlay.View, data *putting) error {
 	return rs.onPaths(ctx, sb, *data, func(dir string, ids *idmap.Map, root string, i int) error {
 		p := &data.Paths[i]
 		stage := filepath.Join(dir, path.Base(p.Stage))
@@ -217,9 +232,7 @@ func (rs *restores) stagePaths(ctx context.Context, sb *locked, row store.Checkp
 		}
 		r, w := io.Pipe()
 		read := guard.Start(func() error {
-			err := guard.Do(func() error {
-				return rs.checkpoints.copyFrom(ctx, recordedState{sb.ID, row.ID}, p.Path, w)
-			})
+			err := guard.Do(func() error { return copyOf(v, p.Path, w) })
 			_ = w.CloseWithError(err) // the reader waits for it
 			return err
 		})
