@@ -127,7 +127,7 @@ func TestDockerCommand(t *testing.T) {
 		}{
 			{0, "agentbox*", []string{"--help"}},
 			{0, "docker agentbox [flags] COMMAND", []string{"agentbox", "--help"}},
-			{0, "docker agentbox checkpoint [flags] SANDBOX", []string{"help", "agentbox", "checkpoint"}},
+			{0, "docker agentbox checkpoint [flags] [SANDBOX]", []string{"help", "agentbox", "checkpoint"}},
 			{0, "docker agentbox restore", []string{"agentbox", "restore", "--help"}},
 			{0, "verify", []string{"__complete", "agentbox", "checkpoint", ""}},
 			{2, "See 'docker agentbox ps --help'.", []string{"agentbox", "ps", "--bogus"}},

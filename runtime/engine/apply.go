@@ -22,7 +22,7 @@ func (v hostVerbs) Apply(ctx context.Context, ref string, opts runtime.ApplyOpti
 	if !named {
 		sandbox.sandbox = ref
 	}
-	return verb(ctx, v.e, onSandbox("apply", sandbox.sandbox), func(ctx context.Context) (runtime.Applied, error) {
+	return verb(ctx, v.e, onState("apply", ref), func(ctx context.Context) (runtime.Applied, error) {
 		if named && sandbox.state == "" {
 			return runtime.Applied{}, fmt.Errorf("%w: it names no checkpoint after the @", runtime.ErrInvalid)
 		}
