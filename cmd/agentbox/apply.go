@@ -31,14 +31,14 @@ func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Force, "force", false, "overwrite what others changed in the directory meanwhile; with --undo, too")
 	fl.BoolVar(&o.Owners, "owners", false, "take over the owners that files have in the sandbox")
 	fl.StringArrayVar(&o.Allow, "allow", nil,
-		"let what is at this `path` come although it gives rights or has git run programs (repeatable)")
-	fl.StringVar(&o.Workspace, "workspace", "", "apply only the workspace at this `path` in the sandbox")
+		"let `PATH` come although it gives rights or has git run programs (repeatable)")
+	fl.StringVar(&o.Workspace, "workspace", "", "apply only the workspace at this `PATH` in the sandbox")
 	fl.BoolVar(&o.Markers, "markers", false, "write both versions into files that conflict, with conflict markers")
 	fl.BoolVar(&o.Ours, "ours", false, "where both sides changed something, keep what the directory has")
 	fl.BoolVar(&o.Theirs, "theirs", false, "where both sides changed something, take what the sandbox has")
 	fl.BoolVarP(&o.Yes, "yes", "y", false, "do not ask on a terminal")
 	fl.BoolVar(&o.Commit, "git-commit", false, "commit what comes in the directory's git repository, as you")
-	fl.StringVarP(&o.Message, "message", "m", "", "the `message` of that commit")
+	fl.StringVarP(&o.Message, "message", "m", "", "the `TEXT` of that commit's message")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -100,13 +100,14 @@ deleted ones go, modes, times, attributes, links and holes included. It does all
 nothing, also with several workspaces: what the directory had is set aside first and comes
 back when anything fails or, if agentbox is killed, with the next agentbox command.
 
-What comes of a workspace is what CHECKPOINT has; without one, apply takes a checkpoint of the
+What comes of a workspace is what CHECKPOINT has; without one, apply (also with
+--dry-run) takes a checkpoint of the
 files. The sandbox may go on, and keeps all that it has. In the directory of a workspace SANDBOX
 may be left out. With PATHs, absolute ones in the sandbox, or relative to where you stand
 without SANDBOX, only what lies at and below them comes. On a terminal apply lists what
 changes and asks.
 
-The directory may be in use. What only the directory has changed stays as it is there. Texts that both
+The directory may be in use. What was changed only there stays as it is. Texts that both
 sides have changed are merged, by git. Where that is not possible nothing is applied and the
 paths are named; --markers, --ours and --theirs are the ways on. A file that another program
 changes in the moment of the apply makes it fail.

@@ -143,7 +143,7 @@ by then. With --stop it stands still until the checkpoint is safe on disk, and i
 anything fails the sandbox goes on as before and no checkpoint is listed. Only what the store
 does not have yet is added to it; a checkpoint that adds nothing says unchanged.
 
-With --if-changed none is taken when 'agentbox diff' shows no change since the checkpoint that the
+With --if-changed none is taken when no file has changed since the checkpoint that the
 sandbox is at (HEAD), whatever its processes have done: the command says so, and prints the id of
 that one.
 

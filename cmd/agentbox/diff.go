@@ -86,14 +86,16 @@ state A, a directory before what is in it:
 
 A and B are checkpoints of the sandbox, as 'agentbox --help' says, or "image" for the files before
 it changed any.
-Without A it is the checkpoint that the sandbox was last at, and the image if there is
+Without A it is the checkpoint that the sandbox was last at (see below for workspaces), and the
+image if there is
 none; without B it is what is there now, in a running sandbox as it is found. Directories
 are listed when they came, went, or have another mode, owner or attributes. Volumes and bind
 mounts are not looked into. With PATHs, absolute ones in the sandbox, only what lies at and
 below them is listed. A path with unusual characters is in quotes.
 
-Of a sandbox with workspaces only these are compared, unless PATHs or --all are given, and without
-A it is with their directories as they are now. What of it 'agentbox apply' would bring is shown by
+Of a sandbox with workspaces only these are compared, unless PATHs or --all are given. Without A
+they are compared with their directories as they are now, and the rest of its files with the
+image. 'agentbox apply' may bring less than diff shows: see
 'agentbox apply --dry-run'. The paths of a single workspace are relative to it. Where SANDBOX
 is left out, PATHs may be relative to the current directory.
 

@@ -33,7 +33,7 @@ func (o *execOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.TTY, "tty", "t", false, "give the command a terminal")
 	fl.BoolVarP(&o.Detach, "detach", "d", false, "return once the command runs; its output is dropped")
 	fl.StringVar(&o.Message, "message", "",
-		"`TEXT` that says what the step is which is taken afterwards; default: the program")
+		"`TEXT` that describes the step taken afterwards; default: the program")
 	fl.VarP(list(&o.Env), "env", "e", "set `NAME=VALUE`; NAME alone takes the caller's value")
 	fl.Var(list(&o.EnvFiles), "env-file", "read variables from `FILE`, one per line")
 	fl.StringVarP(&o.Workdir, "workdir", "w", "", "`DIR` the command starts in; default: the sandbox's")
@@ -51,9 +51,9 @@ COMMAND itself is in no checkpoint's processes as long as it runs, with --detach
 what it left in the background is. A restore ends COMMAND, and exec says so.
 
 In a sandbox with a workspace (or --steps=on) a checkpoint is taken when COMMAND has ended and has
-changed a file, so that 'agentbox undo' takes it back. It is called by the program alone, as
-arguments may be secrets, or by --message. A failure to take it is a warning, and changes no exit
-code.`,
+changed a file, so that 'agentbox undo' takes it back (not with --detach). Its message is the
+program alone, as arguments may be secrets, or --message. A failure to take it is a warning in the
+log, and changes no exit code.`,
 		Example: `  agentbox exec c ls -l /
   agentbox exec c sh -c 'agent >/agent.log 2>&1 &'    # to be restored with the sandbox
   agentbox exec -it c sh

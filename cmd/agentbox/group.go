@@ -170,7 +170,6 @@ func (o *groupRunOptions) source(
 		to.Create = &runtime.CreateRequest{
 			Entrypoint: []string{}, Spec: runtime.Spec{
 				Image: o.Image, Args: []string{"sleep", "2147483647"}, Init: true, Secrets: secrets, Mounts: mounts,
-				Steps: runtime.StepsOff, // members are removed, and nothing of them is undone
 			},
 		}
 		return nil

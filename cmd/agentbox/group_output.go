@@ -54,7 +54,7 @@ func first(a, b error) error {
 }
 
 func execIn(ctx context.Context, svc runtime.Service, m group.Member, command []string, streams runtime.Streams) error {
-	exit, err := svc.Exec(ctx, m.ID, runtime.Process{Args: command, Env: m.Env}, streams)
+	exit, err := svc.Exec(ctx, m.ID, runtime.Process{Args: command, Env: m.Env, NoStep: true}, streams)
 	var exec *runtime.ExecError
 	if errors.As(err, &exec) && exec.Code != 0 {
 		return &group.ExitError{Code: exec.Code, Err: err}

@@ -66,14 +66,14 @@ func newShellCommand(a *app) *cobra.Command {
 		Long: `Shell runs your shell, or COMMAND, in a sandbox over the directory DIR (default: the
 current one). The sandbox sees DIR at its own path and changes it for itself alone: DIR
 stays as it is until 'agentbox apply'. You are the same user inside, with your name for
-commits, your terminal and your languages; of your home directory only DIR is there.
+commits, your terminal and your locale; of your home directory only DIR is there.
 
 A second shell for the same DIR joins its sandbox while that runs, or starts it again with all
 that was done in it; --new makes another one. Most flags are those of 'agentbox run', and
-count when the sandbox is made.
+are refused for a sandbox that is there.
 
 At each prompt of bash, zsh or fish at which files have changed, a step is taken, to which
-'agentbox undo' leads back; --steps off takes none.
+'agentbox undo' leads back. --steps off takes none, nor does --rm.
 
 The image is --image, or AGENTBOX_IMAGE, or that of the file .agentbox.yaml in DIR, or a
 Debian with git and common tools, which is made once. With --image host the sandbox has
@@ -286,7 +286,7 @@ func (sh *shell) env() []string {
 func (sh *shell) exec(ctx context.Context, svc runtime.Service, sb runtime.Sandbox) error {
 	p := runtime.Process{
 		Args: append([]string{shellProgram}, sh.command...), Workdir: sh.cwd, Terminal: sh.tty, Env: sh.env(),
-		Message: cmp.Or(stepLine(strings.Join(sh.command, " ")), "shell"), NoStep: sh.opts.Steps == runtime.StepsOff,
+		Message: cmp.Or(stepLine(strings.Join(sh.command, " ")), "shell"), NoStep: sh.opts.Steps == runtime.StepsOff || sb.Spec.AutoRemove,
 	}
 	return sh.stepping(ctx, svc, sb, func() error { return runExec(ctx, sb.ID, p, svc, sh.sess) })
 }

@@ -215,9 +215,13 @@ func (sh *shell) stepping(ctx context.Context, svc runtime.Service, sb runtime.S
 		return fn()
 	}
 	s := newStepper(ctx, func(ctx context.Context, message string) error {
-		_, err := svc.Checkpoint(ctx, sb.ID, runtime.CheckpointOptions{
-			Trigger: runtime.TriggerPrompt, Message: message, IfChanged: true,
-		})
+		opts := runtime.CheckpointOptions{Trigger: runtime.TriggerPrompt, Message: message, IfChanged: true}
+		_, err := svc.Checkpoint(ctx, sb.ID, opts)
+		if err != nil && ctx.Err() == nil && !errors.Is(err, runtime.ErrBusy) && !errors.Is(err, runtime.ErrNotFound) {
+			// Its processes cannot be dumped, perhaps, but its files can be brought back.
+			opts.FilesOnly = true
+			_, err = svc.Checkpoint(ctx, sb.ID, opts)
+		}
 		return err
 	})
 	reader := &markReader{out: sh.app.stdout, mark: s.want}

@@ -33,7 +33,7 @@ func (o *undoOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.List, "list", "l", false, "list where undo and redo lead, and change nothing")
 	if !o.redo {
 		fl.Var(list(&o.Paths), "path",
-			"only what lies at `PATH` in the sandbox, and below it, goes back; the processes go on (can be given up to 100 times)")
+			"put back only `PATH` and what is below it; the processes go on (up to 100 times)")
 	}
 	fl.BoolVar(&o.FilesOnly, "files", false, "leave the processes out; the command starts afresh")
 	fl.BoolVar(&o.DryRun, "dry-run", false, "only show what would change")
@@ -57,20 +57,21 @@ It is a restore, with all that 'agentbox restore' says: what it replaces is kept
 commands of effects are run (--no-effects: not), host files are put back (--no-attached: not), and
 what cannot be proven changes nothing. 'agentbox restore --undo' takes the last one back.
 
---path puts back some files or directories alone, in place: the sandbox stands still for that moment,
+--path puts back some files or directories alone, in place: the sandbox stands still meanwhile,
 and its processes go on. What it had is an undo checkpoint of files, HEAD stays where it is, and no
 effects are compensated. What a process has open stays the file that it was.
 
-Checkpoints are steps, whatever took them: 'agentbox checkpoint', and in a sandbox with a workspace
+Checkpoints are steps, whatever took them: 'agentbox checkpoint', a prompt of 'agentbox shell',
+--checkpoint-every, and in a sandbox with a workspace
 each exec that has changed a file.
 
 --list shows the steps: how many back each one is, what it was, how many paths were added (+),
-modified (~) and deleted (-) since the step before it, and how old it is. "now" is where the sandbox
+modified (~) and deleted (-) since the step before it, and its age. "now" is where the sandbox
 is, and redo 1 where redo leads. --dry-run shows what would change, as that of 'agentbox restore'
 does.
 
 It prints the sandbox's name; with --format json what 'agentbox restore' prints, and redo: how many
-steps redo can go. With --list that is one object: sandbox, sandbox_name, changed (files have changed
+steps redo can go. With --list it is one object: sandbox, sandbox_name, changed (files changed
 since HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, with back.`,
 		Example: `  agentbox undo c
   agentbox undo c 3
@@ -90,7 +91,7 @@ func newRedoCommand(a *app) *cobra.Command {
 		Short: "Put a sandbox forward again by N steps, after undo",
 		Long: `Redo goes one step forward, or N, to what 'agentbox undo' has left: over each step that undo has
 passed, to the files and processes that were there when the first undo began. A new checkpoint, and
-any other restore, end that. Files that were changed after the undo are kept as a restore keeps what
+any other restore, end that. Files changed after the undo are kept as a restore keeps what
 it replaces: 'agentbox restore --undo' brings them back.`,
 		Example: `  agentbox redo c
   agentbox redo c 2

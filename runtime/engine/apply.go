@@ -125,13 +125,13 @@ func (bx *sandboxes) applier(
 		w := &workspaces{core: bx.core, checkpoints: bx.checkpoints, sb: sb, c: c}
 		return w, w.choose(opts)
 	case sb.host.Original == nil:
-		return nil, hint(fmt.Errorf("%w: sandbox %s has no workspace that changes could be applied of",
+		return nil, hint(fmt.Errorf("%w: sandbox %s has no workspace to apply",
 			runtime.ErrUnsupported, sb.Name),
 			"Create one over a directory: --workspace DIR. Volumes can lie over one, too: "+
 				"agentbox volume create NAME --from DIR")
 	case ref.state != "" || opts.Workspace != "" || len(opts.Paths) > 0 || opts.Markers || opts.Ours:
 		return nil, hint(fmt.Errorf("%w: a volume is applied as it is, and as a whole", runtime.ErrUnsupported),
-			"Restore it to the checkpoint first; --theirs overwrites what was changed in the directory.")
+			"Restore it to the checkpoint first; --force overwrites what was changed in the directory.")
 	}
 	return sb.host.Original, nil
 }

@@ -100,7 +100,7 @@ func (rs *restores) aimAt(opts runtime.UndoOptions, verb string) (*aim, error) {
 		if verb == opUndo {
 			r.row, r.data.Redo, err = t.undo(n)
 		} else if r.row, r.data.Redo, err = t.redoTo(n); err == nil && t.changed {
-			r.caveats = append(slices.Clone(r.caveats), fmt.Sprintf("files had changed since checkpoint %s: they are in the undo checkpoint, which goes with the next restore", short(r.sb.Head)))
+			r.caveats = append(slices.Clone(r.caveats), fmt.Sprintf("files had changed since checkpoint %s: those changes are in the undo checkpoint, which the next restore replaces", short(r.sb.Head)))
 		}
 		if err == nil && r.row.Foreign {
 			err = foreignHead(r.sb.Name, r.row)

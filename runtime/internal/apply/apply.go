@@ -234,7 +234,7 @@ func Run(
 	if err := refusal(t.names(), out.Refused); err != nil {
 		return err
 	}
-	if err := t.conflicting(opts.Force); err != nil {
+	if err := t.conflicting(opts.Force || opts.Theirs); err != nil {
 		return err
 	}
 	if t.idle(); len(t.parts) == 0 {
