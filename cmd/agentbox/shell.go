@@ -241,13 +241,8 @@ func (sh *shell) again(ctx context.Context, svc runtime.Service, sb runtime.Sand
 	}
 	sh.opts.Remove = sb.Spec.AutoRemove
 	switch {
-	case sb.Status == runtime.Running:
+	case sb.Status == runtime.Running, sb.Status == runtime.Paused: // by a step, for a moment, or by request
 		return sh.exec(ctx, svc, sb)
-	case sb.Status == runtime.Paused:
-		return &runtime.Error{
-			Op: "shell", ID: sb.Name, Err: fmt.Errorf("%w: it is paused", runtime.ErrState),
-			Hint: "Let it go on: agentbox unpause " + sb.Name,
-		}
 	case sb.Spec.Terminal == sh.tty:
 		if err := sh.writeCommand(ctx, svc, sb, sh.command); err != nil {
 			return err
