@@ -283,7 +283,9 @@ func (sh *shell) exec(ctx context.Context, svc runtime.Service, sb runtime.Sandb
 		Args: append([]string{shellProgram}, sh.command...), Workdir: sh.cwd, Terminal: sh.tty, Env: sh.env(),
 		Message: cmp.Or(stepLine(strings.Join(sh.command, " ")), "shell"), NoStep: sh.opts.Steps == runtime.StepsOff || sb.Spec.AutoRemove,
 	}
-	return sh.stepping(ctx, svc, sb, func() error { return runExec(ctx, sb.ID, p, svc, sh.sess) })
+	return sh.stepping(ctx, svc, sb, func() error {
+		return reword(runExec(ctx, sb.ID, p, svc, sh.sess), "shell", sb.Name)
+	})
 }
 
 func (sh *shell) startOld(ctx context.Context, svc runtime.Service, sb runtime.Sandbox) error {
