@@ -124,7 +124,7 @@ file that was changed in the directory after the volume changed its own, as far 
 of the files tell, makes it fail, unless --force is given.
 
 --git-commit commits what comes, and nothing else, to the git repository that the directory is in,
-as you (as the user that called sudo), with your hooks. It refuses what has staged
+as you (as the user that called sudo), without hooks. It refuses what has staged
 changes in the index already. What git ignores comes and is not committed. --undo does not take the
 commit back.
 

@@ -76,6 +76,9 @@ func caller() (*syscall.Credential, []string, error) {
 
 // git runs git in the repository, and returns what it printed.
 func (r *repository) git(ctx context.Context, stdin []string, args ...string) (string, error) {
+	// Programs that the repository names may have come with the apply.
+	args = append([]string{"-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false",
+		"-c", "safe.bareRepository=explicit"}, args...)
 	cmd := exec.CommandContext(ctx, "git", args...)
 	cmd.Dir, cmd.Env = r.top, r.env
 	if r.as != nil {

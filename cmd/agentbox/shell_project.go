@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/agentbox/agentbox/internal/fsx"
 	"github.com/agentbox/agentbox/internal/project"
 	"github.com/agentbox/agentbox/internal/rights"
 	"github.com/agentbox/agentbox/runtime"
@@ -57,7 +58,7 @@ func (sh *shell) accept(ctx context.Context, data []byte, words []string) error 
 		return err
 	}
 	out := sh.app.stderr
-	fmt.Fprintf(out, "By %s the sandbox\n", filepath.Join(sh.dir, project.Name))
+	fmt.Fprintf(out, "By %s the sandbox\n", printable(filepath.Join(sh.dir, project.Name)))
 	for _, line := range words {
 		fmt.Fprintf(out, "  %s\n", line)
 	}
@@ -115,8 +116,9 @@ func (o *shellOptions) takeOverSecrets(secrets map[string]string, dir string) er
 			continue
 		}
 		from := secrets[name]
-		if file, ok := strings.CutPrefix(from, "file:"); ok && !filepath.IsAbs(file) {
-			from = "file:" + filepath.Join(dir, file)
+		if file, ok := strings.CutPrefix(from, "file:"); ok && (!filepath.IsAbs(file) || fsx.Within(dir, file)) {
+			// What lies in it may be replaced by an apply, and by a link to any file.
+			return usageErrorf("%s: secrets.%s: name an absolute path outside of the directory", project.Name, name)
 		}
 		o.Secrets = append(o.Secrets, name+"="+from)
 	}

@@ -129,7 +129,7 @@ func TestTakeOver(t *testing.T) {
 	t.Setenv("AGENTBOX_IMAGE", "")
 	file := project.File{
 		Image: "i", Memory: "1g", CPUs: "2", Egress: []string{"pypi.org"}, Env: map[string]string{"A": "file", "B": "b"},
-		Secrets: map[string]string{"s": "file:token", "t": "env:T", "u": "file:/etc/u"},
+		Secrets: map[string]string{"s": "file:/etc/token", "t": "env:T", "u": "file:/etc/u"},
 	}
 	var o shellOptions
 	if err := o.takeOver(file, "/dir"); err != nil {
@@ -137,8 +137,15 @@ func TestTakeOver(t *testing.T) {
 	}
 	if o.Image != "i" || o.Memory != "1g" || o.CPUs != "2" || o.Network != runtime.NetworkFiltered ||
 		!slices.Equal(o.Egress, file.Egress) || !slices.Equal(o.Env, []string{"A=file", "B=b"}) ||
-		!slices.Equal(o.Secrets, secretOptions{"s=file:/dir/token", "t=env:T", "u=file:/etc/u"}) {
+		!slices.Equal(o.Secrets, secretOptions{"s=file:/etc/token", "t=env:T", "u=file:/etc/u"}) {
 		t.Errorf("%+v", o)
+	}
+	for _, in := range []string{"file:token", "file:/dir/token", "file:../token"} {
+		var o shellOptions
+		err := o.takeOver(project.File{Secrets: map[string]string{"s": in}}, "/dir")
+		if err == nil || !strings.Contains(err.Error(), "outside of the directory") {
+			t.Errorf("%s: %v", in, err)
+		}
 	}
 
 	// Flags beat the file, and so does the environment for the image.

@@ -100,10 +100,9 @@ func (l *lineage) of(workspace string) apply.Base {
 		if last == nil {
 			return b.found, nil
 		}
+		// What the sandbox had changed before the oldest checkpoint that is left has no base: what the
+		// directory had then may be the owner's change.
 		err := b.fromBelow(ctx, last)
-		if err == nil {
-			err = b.pick(ctx, last, last.below, b.open)
-		}
 		return b.found, errors.Join(err, l.done(last))
 	}
 }
