@@ -60,14 +60,11 @@ func (p *part) back(o op, log *slog.Logger) error {
 		return move(p.scratch, at, p.from, rel, unix.RENAME_EXCHANGE)
 	case now == nil:
 		return move(p.scratch, at, p.from, rel, unix.RENAME_NOREPLACE)
-	case o.Kind == opSwap:
-		log.Warn("file replaced by another program during an apply", "path", path.Join(p.From, rel))
-		return nil
 	}
 	return p.backBeside(at, rel, log)
 }
 
-// backBeside puts back what was removed where another process has made something of that name since.
+// backBeside puts back what was removed or replaced where another process has made something of that name since.
 func (p *part) backBeside(at, rel string, log *slog.Logger) error {
 	for i := range 100 {
 		beside := fmt.Sprintf("%s.agentbox-%d", rel, i)
