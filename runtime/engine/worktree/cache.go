@@ -92,8 +92,13 @@ func (t *Tree) Remember() error {
 	return nil
 }
 
-// Forget deletes the file cache.
-func (t *Tree) Forget() error { return remove(t.cachePath()) }
+// Forget deletes the file cache, and the one that is shared.
+func (t *Tree) Forget() error {
+	if t.Below {
+		return errors.Join(remove(t.cachePath()), remove(t.sharedPath()))
+	}
+	return remove(t.cachePath())
+}
 
 // proven makes the last collection, which is a checkpoint's, the file cache.
 func (t *Tree) proven() error {
