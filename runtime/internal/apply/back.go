@@ -37,12 +37,19 @@ func (p *part) done(o op) (bool, error) {
 }
 
 // back takes one op back. It never removes what another process has put in the place
-// meanwhile: that would have replaced what was there.
+// meanwhile, nor what one has changed in what the apply brought.
 func (p *part) back(o op, log *slog.Logger) error {
 	done, err := p.done(o)
-	if err != nil || !done {
+	if err == nil && done {
+		err = p.takeBack(o, log)
+	}
+	if err != nil || o.Kind == opRemove {
 		return err
 	}
+	return p.returnEdit(o, log)
+}
+
+func (p *part) takeBack(o op, log *slog.Logger) error {
 	at, rel := string(o.At), string(o.Path)
 	now, err := p.from.stat(rel)
 	if err != nil {
@@ -64,7 +71,26 @@ func (p *part) back(o op, log *slog.Logger) error {
 	return p.backBeside(at, rel, log)
 }
 
-// backBeside puts back what was removed or replaced where another process has made something of that name since.
+// returnEdit puts what the apply had brought back into the directory if another process has changed it
+// since. It looks once no process can reach it by its name.
+func (p *part) returnEdit(o op, log *slog.Logger) error {
+	at, rel := string(o.At), string(o.Path)
+	now, err := p.scratch.fingerprint(at)
+	if err != nil || now == "" || now == o.New {
+		return err
+	}
+	err = move(p.scratch, at, p.from, rel, unix.RENAME_NOREPLACE)
+	if errors.Is(err, unix.EEXIST) {
+		return p.backBeside(at, rel, log)
+	}
+	if err == nil {
+		log.Warn("file changed by another program since it was applied: it stays", "path", path.Join(p.From, rel))
+	}
+	return err
+}
+
+// backBeside puts something back beside its place, where another process has made something of that
+// name since, or where the file is that the apply had replaced.
 func (p *part) backBeside(at, rel string, log *slog.Logger) error {
 	for i := range 100 {
 		beside := fmt.Sprintf("%s.agentbox-%d", rel, i)
@@ -73,8 +99,8 @@ func (p *part) backBeside(at, rel string, log *slog.Logger) error {
 			continue
 		}
 		if err == nil {
-			log.Warn("file made by another program during an apply", "path", path.Join(p.From, rel),
-				"what was there", path.Join(p.From, beside))
+			log.Warn("another program has changed a file while an apply was taken back: there are two now",
+				"path", path.Join(p.From, rel), "other", path.Join(p.From, beside))
 		}
 		return err
 	}
@@ -310,10 +336,10 @@ func Undo(ctx context.Context, h Home, force bool) (places []Place, err error) {
 			return places, err
 		}
 	}
-	return places, t.undo(ctx)
+	return places, t.undo(ctx, force)
 }
 
-func (t *txn) undo(ctx context.Context) (err error) {
+func (t *txn) undo(ctx context.Context, force bool) (err error) {
 	h := t.home
 	if err := os.Rename(h.path(DirUndo), h.path(DirApply)); err != nil {
 		return err
@@ -356,6 +382,11 @@ func (t *txn) undo(ctx context.Context) (err error) {
 		if err := p.seal(true); err != nil {
 			return err
 		}
+		if force { // what it goes by has changed
+			if err := record.WriteJSON(p.path(filePlan), p.plan, true); err != nil {
+				return err
+			}
+		}
 	}
 	t.head.Undoing = true
 	if err := t.put(phaseWrite); err != nil {
@@ -383,9 +414,10 @@ func (t *txn) restage(ctx context.Context, p *part) error {
 	return syncfs(p.from.File)
 }
 
-// unchanged proves that an undo takes away nothing but what the apply brought.
+// unchanged proves that an undo takes away nothing but what the apply brought. With force it takes
+// what others have made of that since, as it is now.
 func (p *part) unchanged(force bool) error {
-	for _, o := range p.plan.Ops {
+	for i, o := range p.plan.Ops {
 		now, err := p.from.fingerprint(string(o.Path))
 		if err != nil {
 			return err
@@ -395,6 +427,7 @@ func (p *part) unchanged(force bool) error {
 		}
 		if force && o.Kind != opRemove {
 			if st, err := p.from.stat(string(o.Path)); err == nil && (st == nil || st.Ino == o.NewIno) {
+				p.plan.Ops[i].New = now
 				continue // still the file, or directory, that the apply brought
 			}
 		}

@@ -112,6 +112,59 @@ func TestBroken(t *testing.T) {
 	}
 }
 
+// TestBrokenEdited: what the owner has changed in a file, or added to a directory, that a killed apply
+// or undo had brought is there afterwards, and so is what the apply had replaced.
+func TestBrokenEdited(t *testing.T) {
+	for place := range places {
+		for _, role := range []string{"apply", "undo"} {
+			t.Run(place+"/"+role, func(t *testing.T) {
+				l, old, _ := two(t, place)
+				if role == "apply" {
+					broken(t, l.root, role, "apply.before-commit", "kill")
+				} else {
+					_, err := l.run(runtime.ApplyOptions{}, nil)
+					must(t, err)
+					broken(t, l.root, role, "apply.undo-mid-write", "kill")
+				}
+				edited := map[string]string{}
+				for _, name := range []string{"a", "d/x", "n/deep/f"} { // of an undo, some are back already
+					p := filepath.Join(l.from(0), name)
+					if data, err := os.ReadFile(p); err == nil && (name == "n/deep/f" || strings.ToUpper(string(data)) == string(data)) {
+						must(t, os.WriteFile(p, []byte("the owner's "+name), 0o644))
+						edited[name] = "the owner's " + name
+					}
+				}
+				if len(edited) == 0 {
+					t.Fatal("nothing was left to edit")
+				}
+				_, err := Settle(l.home())
+				must(t, err)
+				got := map[string]string{}
+				must(t, filepath.WalkDir(l.from(0), func(p string, e os.DirEntry, err error) error {
+					if err != nil || e.IsDir() {
+						return err
+					}
+					data, err := os.ReadFile(p)
+					rel, _ := filepath.Rel(l.from(0), p)
+					got[rel] = string(data)
+					return err
+				}))
+				for name, text := range edited {
+					if got[name] != text && got[name+".agentbox-0"] != text {
+						t.Errorf("the edit of %s is lost: %q", name, got)
+					}
+				}
+				for name, text := range map[string]string{"a": "a", "d/x": "x", "gone/z": "z"} {
+					if !strings.HasPrefix(got[name], text) {
+						t.Errorf("%s is %q, was %q", name, got[name], text)
+					}
+				}
+				same(t, "the other directory", files(t, l.from(1)), old[1])
+			})
+		}
+	}
+}
+
 // TestUndoBroken breaks an undo of two workspaces: it is finished, or was not begun.
 func TestUndoBroken(t *testing.T) {
 	for place := range places {
