@@ -429,22 +429,23 @@ func (h Home) applied() (all applied, err error) {
 	return all, err
 }
 
-// add adds the note of an apply, and reports whether it was not there yet.
+// add adds the notes of an apply, and reports whether one was not there yet. Of equal ones in a row the
+// first is kept.
 func (a *applied) add(head header) bool {
-	n := len(a.List)
-	if len(head.Note) == 0 || n > 0 && sameJSON(a.List[n-1].Note, head.Note) {
+	if n := len(a.List); n > 0 && a.List[n-1].Began.Equal(head.Began) {
 		return false
 	}
-	if n > 0 && a.List[n-1].Began.Equal(head.Began) {
-		return false
-	}
+	had := len(a.List)
 	for _, note := range append([]json.RawMessage{head.Note}, head.Later...) {
-		a.List = append(a.List, appliedNote{head.Began, note})
+		if n := len(a.List); len(note) > 0 && (n == 0 || !sameJSON(a.List[n-1].Note, note)) {
+			a.List = append(a.List, appliedNote{head.Began, note})
+		}
 	}
+	added := len(a.List) > had
 	if n := len(a.List); n > maxApplied {
 		a.List = a.List[n-maxApplied:]
 	}
-	return true
+	return added
 }
 
 // forget deletes the last apply done, for which another one comes, and keeps its note.

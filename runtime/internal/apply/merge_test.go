@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/runtime"
@@ -348,4 +349,37 @@ func TestOverlapping(t *testing.T) {
 		t.Errorf("apply of both: %v", err)
 	}
 	same(t, "the directory", files(t, l.from(0)), map[string]string{"a": "a"})
+}
+
+// TestAppliedAdd: no note is lost to an equal one before it.
+func TestAppliedAdd(t *testing.T) {
+	raw := func(s string) json.RawMessage { return json.RawMessage(s) }
+	at := time.Now()
+	var a applied
+	for i, c := range []struct {
+		note  json.RawMessage
+		later []json.RawMessage
+		added bool
+	}{
+		{raw("1"), nil, true},
+		{raw("1"), nil, false},
+		{raw(" 1"), []json.RawMessage{raw("2"), raw("3")}, true},
+		{nil, nil, false},
+		{raw("3"), []json.RawMessage{raw("3"), raw("1")}, true},
+	} {
+		head := header{Began: at.Add(time.Duration(i) * time.Second), Note: c.note, Later: c.later}
+		if got := a.add(head); got != c.added {
+			t.Errorf("%d: %v", i, got)
+		}
+		if c.added && a.add(head) {
+			t.Errorf("%d: added twice", i)
+		}
+	}
+	var got []string
+	for _, n := range a.List {
+		got = append(got, string(n.Note))
+	}
+	if want := []string{"1", "2", "3", "1"}; !slices.Equal(got, want) {
+		t.Errorf("notes %q, want %q", got, want)
+	}
 }
