@@ -64,7 +64,7 @@ func (s *session) follow(
 				end, err = attached(ctx, svc, sb.ID, wait)
 				return err
 			})
-			if err != nil || end.err != nil {
+			if err != nil || end.err != nil || end.code != exitKilled { // as a restore ends processes
 				return err
 			}
 			if on, err := s.goesOn(ctx, svc, sb, since); err != nil || !on {

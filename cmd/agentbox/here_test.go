@@ -25,13 +25,24 @@ func overDir(dir string, names ...string) *fakeService {
 	return f
 }
 
-// TestHere: in the directory of a workspace SANDBOX may be left out.
-func TestHere(t *testing.T) {
+// inProject makes a directory, and stands in its directory src.
+func inProject(t *testing.T) (dir string) {
+	t.Helper()
 	dir, err := filepath.EvalSymlinks(t.TempDir())
+	if err == nil {
+		err = os.Mkdir(dir+"/src", 0o755)
+	}
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.MkdirAll(dir+"/src/deep", 0o755); err != nil {
+	t.Chdir(dir + "/src")
+	return dir
+}
+
+// TestHere: in the directory of a workspace SANDBOX may be left out.
+func TestHere(t *testing.T) {
+	dir := inProject(t)
+	if err := os.Mkdir(dir+"/src/deep", 0o755); err != nil {
 		t.Fatal(err)
 	}
 	if err := os.Symlink(dir+"/src", dir+"/link"); err != nil {
@@ -102,14 +113,7 @@ func TestHere(t *testing.T) {
 
 // TestHereApply: apply, too, and its paths may be relative.
 func TestHereApply(t *testing.T) {
-	dir, err := filepath.EvalSymlinks(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Mkdir(dir+"/src", 0o755); err != nil {
-		t.Fatal(err)
-	}
-	t.Chdir(dir + "/src")
+	dir := inProject(t)
 	for args, want := range map[string]struct {
 		ref   string
 		paths []string
@@ -138,14 +142,7 @@ func TestHereApply(t *testing.T) {
 
 // TestHereDiff: a diff of a sandbox with workspaces is about these.
 func TestHereDiff(t *testing.T) {
-	dir, err := filepath.EvalSymlinks(t.TempDir())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.Mkdir(dir+"/src", 0o755); err != nil {
-		t.Fatal(err)
-	}
-	t.Chdir(dir + "/src")
+	dir := inProject(t)
 	for _, c := range []struct {
 		args string
 		want runtime.DiffRequest
