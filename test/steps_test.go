@@ -246,3 +246,36 @@ func TestUndoPath(t *testing.T) {
 		b.eventually("it goes on", func() bool { return b.ticked("s") > was })
 	}
 }
+
+// TestExecBetweenFreezes: an exec that checkpoints come in the way of runs once, with all of its input.
+func TestExecBetweenFreezes(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	b.start("s", "--network", "none", "busybox", "sleep", "1000")
+	done := make(chan struct{})
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		for {
+			select {
+			case <-done:
+				return
+			default:
+			}
+			if r := b.try(nil, "checkpoint", "s"); r.code != 0 {
+				b.Error(r)
+				return
+			}
+		}
+	}()
+	for i := range 40 {
+		text := strings.Repeat("typed\n", 100*i)
+		r := b.input([]byte(text), nil, "exec", "-i", "s", "sh", "-c", "echo ran >> /ran; cat")
+		if r.code != 0 || r.out != text {
+			t.Fatalf("exec %d: %s", i, r)
+		}
+	}
+	close(done)
+	<-over
+	equal(b, "how often it ran", b.sh("s", "grep -c ran /ran"), "40")
+}

@@ -96,6 +96,7 @@ var allowed = map[string][]string{
 		"runtime/portable", "runtime/registry", "runtime/engine/progress", "runtime/engine/worktree", "runtime/store",
 		"internal/idmap", "runtime/internal/changes", "runtime/internal/kernel", "runtime/internal/record",
 		"internal/flock", "internal/fsx", "internal/rights", "images/reference", "runtime/internal/apply",
+		"runtime/internal/streams",
 	},
 	"runtime/backendtest": {"criu", "criu/stage", "runtime", "internal/idmap"},
 	"runtime/api": {

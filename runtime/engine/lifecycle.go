@@ -26,6 +26,7 @@ import (
 	"github.com/agentbox/agentbox/internal/undo"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/streams"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -574,7 +575,7 @@ func (v sandboxVerbs) Exec(ctx context.Context, ref string, p runtime.Process, s
 	})
 }
 
-func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, streams runtime.Streams) (int, error) {
+func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, ends runtime.Streams) (int, error) {
 	if len(p.Args) == 0 {
 		return 0, fmt.Errorf("%w: no command", runtime.ErrInvalid)
 	}
@@ -601,20 +602,35 @@ func (bx *sandboxes) exec(ctx context.Context, ref string, p runtime.Process, st
 	if err := bx.checkpoints.beforeExec(ctx, sb.Sandbox, s, p); err != nil {
 		return 0, err
 	}
-	exit, err := sb.host.Exec(ctx, sb.ID, p, streams)
-	// A checkpoint may freeze the sandbox between our check and that of the runtime, which
-	// then refuses. Input that was read by then cannot be sent twice.
-	for try := 1; errors.Is(err, runtime.ErrState) && try < execTries && streams.Stdin == nil && !p.Terminal; try++ {
-		if _, gone := bx.running(ctx, sb.ID, "exec"); gone != nil {
-			break
-		}
-		exit, err = sb.host.Exec(ctx, sb.ID, p, streams)
-	}
+	exit, err := bx.execBetweenFreezes(ctx, sb, p, ends)
 	if errors.Is(err, runtime.ErrDetached) {
 		return exit, runtime.ErrDetached
 	}
 	if err == nil {
 		bx.checkpoints.afterExec(ctx, sb.Sandbox, s, p)
+	}
+	return exit, err
+}
+
+// execBetweenFreezes tries once more whenever a checkpoint has frozen the sandbox between our
+// look at it and the runtime's, which then refuses.
+func (bx *sandboxes) execBetweenFreezes(
+	ctx context.Context, sb located, p runtime.Process, ends runtime.Streams,
+) (exit int, err error) {
+	again := streams.NewAgain(ends)
+	defer again.Close()
+	for range execTries {
+		now, same := again.Next()
+		if !same {
+			break
+		}
+		exit, err = sb.host.Exec(ctx, sb.ID, p, now)
+		if !errors.Is(err, runtime.ErrState) {
+			break
+		}
+		if _, gone := bx.running(ctx, sb.ID, "exec"); gone != nil {
+			break
+		}
 	}
 	return exit, err
 }

@@ -80,6 +80,11 @@ func (b *Backend) launch(l launch) (c *conmon, err error) {
 	cmd := exec.Command(b.conmon, args...)
 	cmd.Dir = l.dir
 	cmd.Env = b.environ()
+	if l.session != "" {
+		// Conmon leaves the socket for a terminal behind when the runtime refuses the
+		// process: in the session's own directory, which goes with the session.
+		cmd.Env = append(cmd.Env, "TMPDIR=.")
+	}
 	// A session of its own: an interrupt typed at our terminal is not for it.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	stderr, err := os.Create(filepath.Join(l.bundle, "conmon.log"))

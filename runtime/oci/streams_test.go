@@ -223,3 +223,33 @@ func TestExecSessions(t *testing.T) {
 		t.Errorf("exec in a stopped one: %v", err)
 	}
 }
+
+// TestExecRefused has a container frozen between our look at it and the runtime's: the refusal
+// leaves nothing behind.
+func TestExecRefused(t *testing.T) {
+	x := newBox(t)
+	id := x.up(spec("sleep", "1000"))
+	for try := 0; ; try++ {
+		sizes, paused := make(chan runtime.Size, 1), make(chan error, 1)
+		go func() {
+			paused <- x.Pause(t.Context(), id)
+			sizes <- runtime.Size{Width: 80, Height: 24} // for which the exec waits after its look
+		}()
+		_, err := x.Exec(t.Context(), id, runtime.Process{Args: []string{"true"}, Terminal: true},
+			runtime.Streams{Stdin: strings.NewReader("typed"), Stdout: io.Discard, Resize: sizes})
+		must(t, <-paused)
+		x.resume(id)
+		if err != nil && strings.Contains(err.Error(), "exec failed") {
+			if !errors.Is(err, runtime.ErrState) {
+				t.Error(err)
+			}
+			break
+		}
+		if try == 100 {
+			t.Fatalf("never refused by the runtime: %v", err)
+		}
+	}
+	if left := x.leftovers(filepath.Join(x.box.Run, "tmp")); len(left) > 0 {
+		t.Errorf("left over: %q", left)
+	}
+}
