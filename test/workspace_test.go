@@ -1,6 +1,7 @@
 package test
 
 import (
+	"crypto/rand"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // project is a directory of the host that belongs to a user, as a workspace's.
@@ -288,6 +290,43 @@ func TestWorkspaceBusy(t *testing.T) {
 	ownerEdits(t, dir)
 	b.ok("restore", "s", "then")
 	equal(b, "what it sees", b.inside("s"), then)
+}
+
+// TestWorkspaceChurns: a sandbox starts over a directory in which a program, as `git gc` does, removes
+// thousands of names.
+func TestWorkspaceChurns(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	var loose []string
+	for i := range 5000 {
+		name := fmt.Sprintf("loose/%d", i)
+		loose = append(loose, filepath.Join(dir, name))
+		put(t, dir, name, "")
+	}
+	ended := make(chan error, 1)
+	go func() {
+		for begun := time.Now(); time.Since(begun) < 2*time.Second; {
+			for i, name := range loose {
+				loose[i] = filepath.Join(dir, "loose", fmt.Sprintf("%s%d", rand.Text(), i))
+				if err := os.Rename(name, loose[i]); err != nil {
+					ended <- err
+					return
+				}
+			}
+		}
+		ended <- nil
+	}()
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	if err := <-ended; err != nil {
+		t.Fatal(err)
+	}
+	then := b.inside("s")
+	b.checkpoint("--name", "then", "s")
+	ownerEdits(t, dir)
+	b.ok("restore", "s", "then")
+	equal(b, "what it sees", b.inside("s"), then)
+	b.ok("verify", "--read-data")
 }
 
 // TestWorkspaceOdd: a directory with what no checkpoint of a sandbox's own files could have, and one

@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"os"
 	"path/filepath"
 	"strconv"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -40,25 +42,46 @@ func (k *making) readBelow(ctx context.Context, draft *store.Draft) error {
 	for i := range k.below {
 		t := &k.below[i]
 		t.Know(ctx)
-		var err error
-		for range belowTries {
-			err = t.Capture(ctx, draft.Sink(), overlay.CollectOptions{Base: k.row.ID, Paranoid: k.opts.Paranoid})
-			if !changedMeanwhile(err) || ctx.Err() != nil {
-				break
-			}
-		}
-		if changedMeanwhile(err) {
-			err = hint(err, "Other programs write to the directory without a pause; end them, or try again.")
-		}
-		if err != nil {
+		if err := k.readBusy(ctx, draft, t); err != nil {
 			return fmt.Errorf("read %s, below workspace %s: %w", t.Dir, k.parts.Volumes[t.Number-1].Name, err)
 		}
 	}
 	return nil
 }
 
-// belowTries is how often a directory is read that other programs write to meanwhile.
-const belowTries = 20
+// belowWait bounds for how long a directory is read again that other programs write to without a
+// pause: an editor saves files, `git gc` deletes thousands.
+const belowWait = 30 * time.Second
+
+// readBusy captures a directory that other programs may write to. Where they do, it first reads
+// all that lies there, which the further attempts then need not read.
+func (k *making) readBusy(ctx context.Context, draft *store.Draft, t *worktree.Tree) error {
+	opts := overlay.CollectOptions{Base: k.row.ID, Paranoid: k.opts.Paranoid}
+	end := time.Now().Add(belowWait)
+	pause := 5 * time.Millisecond
+	for try := 0; ; try++ {
+		err := t.Capture(ctx, draft.Sink(), opts)
+		if !changedMeanwhile(err) {
+			return err
+		}
+		if time.Now().After(end) {
+			return hint(err, "Other programs write to the directory without a pause; end them, or try again.")
+		}
+		ahead := filepath.Join(draft.Dir(), fmt.Sprintf("below-%d-%d", t.Number, try%2)) // not the one read before
+		if err := os.Remove(ahead); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		if err := t.ReadAhead(ctx, ahead, draft.Sink(), k.opts.Paranoid); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+			pause = min(2*pause, 500*time.Millisecond)
+		}
+	}
+}
 
 // changedMeanwhile reports whether a directory could not be read because something in it was
 // changed, replaced or removed just then.

@@ -72,7 +72,7 @@ func Sync(ctx context.Context, trees []Tree) error {
 func (t *Tree) ReadAhead(ctx context.Context, out string, sink overlay.Sink, paranoid bool) error {
 	t.Know(ctx)
 	_, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), overlay.CollectOptions{
-		Cache: t.collection, Trust: true, Tolerant: true, Paranoid: paranoid,
+		Cache: t.collection, Trust: true, Tolerant: true, Paranoid: paranoid, Below: t.Below,
 	})
 	if err != nil {
 		return fmt.Errorf("read files ahead: %w", err)
