@@ -2,7 +2,12 @@ package test
 
 import (
 	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 )
 
@@ -214,7 +219,7 @@ func TestUndoPath(t *testing.T) {
 	b.ok("verify")
 
 	for args, says := range map[string]string{
-		"undo s --path /work": "has the mount /work in it", "undo s --path /etc": "has the mount /etc/",
+		"undo s --path /etc": "has the mount /etc/", "undo s --path /proc/1": "is in no checkpoint",
 		"undo s --path /none/x": "is not there", "undo s --path x": "absolute", "redo s --path /x": "unknown flag",
 		"undo s --path /work/src --path /work/src/deep": "has the other in it",
 	} {
@@ -245,6 +250,106 @@ func TestUndoPath(t *testing.T) {
 		was := b.ticked("s")
 		b.eventually("it goes on", func() bool { return b.ticked("s") > was })
 	}
+}
+
+// linked lists the names in a workspace over dir that share an inode, a line for each inode. The inode
+// numbers that overlayfs shows do not say it of files that were linked after a copy-up.
+func (b *box) linked(name, dir string, in ...string) string {
+	b.Helper()
+	upper := filepath.Join(b.root, "sandboxes", b.inspect(name).ID, "workspaces", "0", "upper")
+	groups := map[uint64][]string{}
+	for path := range strings.Lines(b.sh(name, "cd /work; find . -type f | sort")) {
+		path = strings.TrimSpace(path)
+		if !slices.ContainsFunc(in, func(top string) bool { return strings.HasPrefix(path+"/", "./"+top+"/") }) {
+			continue
+		}
+		var st syscall.Stat_t
+		if syscall.Lstat(filepath.Join(upper, path), &st) != nil {
+			if err := syscall.Lstat(filepath.Join(dir, path), &st); err != nil {
+				b.Fatal(err)
+			}
+		}
+		groups[st.Ino] = append(groups[st.Ino], path)
+	}
+	var lines []string
+	for _, names := range groups {
+		if len(names) > 1 {
+			lines = append(lines, strings.Join(names, " = "))
+		}
+	}
+	slices.Sort(lines)
+	return strings.Join(lines, "\n")
+}
+
+// someEdits is a script of random changes of every kind to a few names.
+func someEdits(r *rand.Rand, n int) string {
+	dirs, leaves := []string{"a", "a/d", "a/d/e", "b", "c"}, []string{"f", "g", "h", "d"}
+	name := func() string { return dirs[r.IntN(len(dirs))] + "/" + leaves[r.IntN(len(leaves))] }
+	script := []string{"cd /work", "exec 2>/dev/null"}
+	for i := range n {
+		from, to, dir := name(), name(), dirs[r.IntN(len(dirs))]
+		script = append(script, []string{
+			fmt.Sprintf("echo %d > %s", i, from), fmt.Sprintf("echo %d >> %s", i, from), "rm -rf " + from, "rm -rf " + dir,
+			"mkdir -p " + dir, "mkdir -p " + from, fmt.Sprintf("mv %s %s", from, to), fmt.Sprintf("ln %s %s", from, to),
+			fmt.Sprintf("ln %s %s", from, to), fmt.Sprintf("ln -s %s %s", to, from), "chmod 700 " + from, "chmod 711 " + dir,
+			fmt.Sprintf("cp %s %s.new && mv %s.new %s", from, from, from, from), "chown 7:8 " + from,
+			fmt.Sprintf("touch -d @%d %s", 1e9+i, dir), fmt.Sprintf("touch -d @%d %s", 1e9+i, from),
+		}[r.IntN(16)])
+	}
+	return strings.Join(append(script, "true"), "\n")
+}
+
+// TestUndoPathExact: after random changes some directories go back exactly, with times and with which names
+// share an inode, and nothing else does.
+func TestUndoPathExact(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	for i, name := range []string{"a/f", "a/d/f", "a/d/e/f", "b/f", "b/g", "c/h"} {
+		put(t, dir, name, fmt.Sprint(i))
+	}
+	b.start("s", "--network", "none", "--steps=off", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	only := func(all string, tops ...string) string {
+		var lines []string
+		for line := range strings.Lines(all) {
+			if slices.ContainsFunc(tops, func(top string) bool {
+				return strings.HasPrefix(line, "./"+top+"/") || strings.HasPrefix(line, "./"+top+" ")
+			}) {
+				lines = append(lines, line)
+			}
+		}
+		return strings.Join(lines, "")
+	}
+	all := []string{"a", "b", "c"}
+	for seed := range uint64(12) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		b.sh("s", someEdits(r, r.IntN(20)))
+		b.checkpoint("s")
+		then, linked := b.inside("s"), func(in ...string) string { return b.linked("s", dir, in...) }
+		k := r.IntN(3)
+		back, rest := []string{all[k], all[(k+1)%3]}, all[(k+2)%3]
+		if seed%4 == 3 {
+			back, rest = all, "none"
+		}
+		were := linked(back...)
+		b.sh("s", someEdits(r, 20))
+		before := b.inside("s")
+		restWere := linked(rest)
+		args := []string{"undo", "s", "--path", "/work/" + back[0], "--path", "/work/" + back[1]}
+		if seed%4 == 3 {
+			args = []string{"undo", "s", "--path", "/work"}
+		}
+		b.ok(args...)
+		now := b.inside("s")
+		equal(b, fmt.Sprintf("seed %d: what went back", seed), only(now, back...), only(then, back...))
+		equal(b, fmt.Sprintf("seed %d: the rest", seed), only(now, rest), only(before, rest))
+		if seed%4 == 3 {
+			equal(b, fmt.Sprintf("seed %d: all", seed), now, then)
+		}
+		equal(b, fmt.Sprintf("seed %d: names that share an inode", seed), linked(back...), were)
+		equal(b, fmt.Sprintf("seed %d: in the rest", seed), linked(rest), restWere)
+	}
+	b.ok("verify")
 }
 
 // TestExecBetweenFreezes: an exec that checkpoints come in the way of runs once, with all of its input.

@@ -161,6 +161,26 @@ func to(ctx context.Context, root string, ids *idmap.Map, p string, r io.Reader)
 	}))
 }
 
+// Dress gives the directory at a path of the host the owner, mode, time and attributes of another one. A final
+// symlink is not followed.
+func Dress(like, path string) error {
+	from, err := openDir(like)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	dir, err := openDir(path)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	return tree.Dress(from, dir, Xattr)
+}
+
+func openDir(path string) (*os.File, error) {
+	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+}
+
 // TarPath writes the host's hostPath, a final symlink not followed unless it
 // ends with a slash, and all below it as a tar stream. rename is the top
 // entry's name in it; empty means the base name, "." gives "./", "./a", ...

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"os"
 	"path"
 	"slices"
 	"strings"
@@ -75,7 +76,7 @@ func (cs *checkpoints) onView(
 			return err
 		}
 		d.readers = append(d.readers, r)
-		if err := ofCheckpoint(ctx, row, r, host, &opts); err != nil {
+		if err := d.ofCheckpoint(ctx, row, r, host, &opts); err != nil {
 			return err
 		}
 	}
@@ -91,7 +92,7 @@ func (cs *checkpoints) onView(
 }
 
 // ofCheckpoint says what the files of a checkpoint are, apart from the layers.
-func ofCheckpoint(
+func (d *differ) ofCheckpoint(
 	ctx context.Context, row store.Checkpoint, r *store.Reader, host Host, opts *overlay.ViewOptions,
 ) error {
 	s, err := specOf(row.SandboxID, row.Spec)
@@ -125,7 +126,7 @@ func ofCheckpoint(
 		if i >= 0 {
 			read := tree(1 + i)
 			if below := m.Below(1 + i); below > 0 {
-				read = wholeWorkspace(ctx, r, 1+i, below)
+				read = d.once(wholeWorkspace(ctx, r, 1+i, below))
 			}
 			files, err = overlay.NewView(ctx, overlay.ViewOptions{Tree: read, Data: r.Source()})
 			if err != nil {
@@ -145,6 +146,34 @@ func wholeWorkspace(ctx context.Context, r *store.Reader, tree, below int) func(
 	}
 	to := worktree.Target{Reader: r, Moved: map[int]worktree.Moved{tree: {Below: below, Now: empty}}}
 	return func() (io.ReadCloser, error) { return to.Tree(ctx, tree) }
+}
+
+// once returns read so that it is called once: what it has read is kept in a file.
+func (d *differ) once(read func() (io.ReadCloser, error)) func() (io.ReadCloser, error) {
+	file := ""
+	return func() (io.ReadCloser, error) {
+		if file != "" {
+			return os.Open(file)
+		}
+		dir, err := d.scratchDir()
+		if err != nil {
+			return nil, err
+		}
+		r, err := read()
+		if err != nil {
+			return nil, err
+		}
+		to, err := os.CreateTemp(dir, "whole-")
+		if err != nil {
+			return nil, errors.Join(err, r.Close())
+		}
+		_, err = io.Copy(to, r)
+		if err := errors.Join(err, r.Close(), to.Close()); err != nil {
+			return nil, errors.Join(err, os.Remove(to.Name()))
+		}
+		file = to.Name()
+		return os.Open(file)
+	}
 }
 
 // ofKernel reports whether a mount of a View has nothing that a copy of a sandbox would have,

@@ -33,12 +33,23 @@ func (v checkpointVerbs) Diff(ctx context.Context, req runtime.DiffRequest) (run
 	})
 }
 
-func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (_ runtime.Diff, err error) {
+func (cs *checkpoints) diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
+	return cs.diffKnown(ctx, req, "")
+}
+
+// diffKnown is diff where a checkpoint, unless now is empty, has just read the directories below workspaces.
+func (cs *checkpoints) diffKnown(ctx context.Context, req runtime.DiffRequest, now string) (_ runtime.Diff, err error) {
 	d, host, gone, err := cs.differ(ctx, req.Sandbox)
 	if err != nil {
 		return runtime.Diff{}, err
 	}
 	defer func() { err = errors.Join(err, d.close()) }()
+	if now != "" {
+		if d.now, err = cs.store.OpenCheckpoint(ctx, now); err != nil {
+			return runtime.Diff{}, err
+		}
+		d.readers = append(d.readers, d.now)
+	}
 	sb, c := d.sb, d.c
 	out := runtime.Diff{Sandbox: sb.ID, SandboxName: sb.Name, Changes: []runtime.Change{}}
 	from, err := diffFrom(req, sb, gone)
@@ -218,8 +229,9 @@ type differ struct {
 	readers []*store.Reader
 	managed [2]map[string]store.Managed // nil: not known
 	only    []string                    // what it is limited to; empty: nothing
+	now     *store.Reader               // of a checkpoint that has just read the directories below; may be nil
 	own     bool                        // what was changed below workspaces does not count
-	scratch string                      // a directory for what is read of directories below workspaces; may be empty
+	scratch string                      // see scratchDir; may be empty
 }
 
 func (d *differ) close() error {

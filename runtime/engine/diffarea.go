@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"iter"
 	"path"
 	"path/filepath"
 	"slices"
@@ -78,21 +79,12 @@ func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, r
 	}
 	to := worktree.Target{Reader: reader}
 	if below := m.Below(n); below > 0 && !d.own {
-		if d.scratch == "" {
-			var err error
-			if d.scratch, err = d.e.store.Scratch(); err != nil {
-				return err
-			}
-		}
-		home := worktree.Home{Store: d.e.store, Sandbox: d.sb.ID, Log: d.e.log}
-		t := worktree.Tree{Dir: a.lower[0], Number: below, Below: true, Home: home}
-		out := filepath.Join(d.scratch, fmt.Sprintf("%d-%d", i, below))
-		changed, err := t.Differs(ctx, out, to)
+		now, err := d.movedBelow(ctx, i, name, a.lower[0], below, to)
 		if err != nil {
-			return fmt.Errorf("read %s, below workspace %s: %w", t.Dir, name, err)
+			return err
 		}
-		if changed {
-			to.Moved = map[int]worktree.Moved{n: {Below: below, Now: t.Entries()}}
+		if now != nil {
+			to.Moved = map[int]worktree.Moved{n: {Below: below, Now: now}}
 		}
 	}
 	a.from[i], a.tree[i] = &to, n
@@ -100,6 +92,42 @@ func (d *differ) workspaceOf(ctx context.Context, a *area, i int, name string, r
 		Tree: func() (io.ReadCloser, error) { return to.Tree(ctx, n) }, Taken: root.sides[i].Taken,
 	}
 	return nil
+}
+
+// scratchDir returns a directory for files that go with the differ.
+func (d *differ) scratchDir() (_ string, err error) {
+	if d.scratch == "" {
+		d.scratch, err = d.e.store.Scratch()
+	}
+	return d.scratch, err
+}
+
+// movedBelow returns what the directory below a workspace has now; nil: what tree below of a checkpoint has.
+func (d *differ) movedBelow(
+	ctx context.Context, i int, name, dir string, below int, to worktree.Target,
+) (iter.Seq2[overlay.Entry, error], error) {
+	if d.now != nil {
+		m, then := d.now.Manifest(), to.Reader.Manifest()
+		at := m.Below(m.Workspace(name))
+		if at == 0 || at == below && m.SameTree(&then, below) {
+			return nil, nil
+		}
+		return worktree.Entries(ctx, d.now, at), nil
+	}
+	scratch, err := d.scratchDir()
+	if err != nil {
+		return nil, err
+	}
+	home := worktree.Home{Store: d.e.store, Sandbox: d.sb.ID, Log: d.e.log}
+	t := worktree.Tree{Dir: dir, Number: below, Below: true, Home: home}
+	changed, err := t.Differs(ctx, filepath.Join(scratch, fmt.Sprintf("%d-%d", i, below)), to)
+	if err != nil {
+		return nil, fmt.Errorf("read %s, below workspace %s: %w", t.Dir, name, err)
+	}
+	if !changed {
+		return nil, nil
+	}
+	return t.Entries(), nil
 }
 
 // appliedOf returns which paths of a workspace were applied to its directory.

@@ -1,14 +1,19 @@
 package engine
 
 import (
+	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path"
 	"path/filepath"
 	"slices"
+	"strconv"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -29,18 +34,40 @@ const maxUndoPaths = 100
 
 // putting is the journal's data of an undo of paths.
 type putting struct {
-	Was   runtime.Status `json:"was"`  // before the verb
-	Undo  string         `json:"undo"` // id of the undo checkpoint
-	Paths []putPath      `json:"paths"`
+	Was   runtime.Status `json:"was"`   // before the verb
+	Undo  string         `json:"undo"`  // id of the undo checkpoint
+	Areas []putArea      `json:"areas"` // known once it is taken
 	Begun bool           `json:"begun"` // all is staged: the rest of the work is finished
+
+	paths []string // that were asked for
 }
 
-// putPath is a path that goes back. What the checkpoint has there is staged in a directory beside it.
-type putPath struct {
-	Path   string `json:"path"`
-	Stage  string `json:"stage"`  // path of that directory
-	Absent bool   `json:"absent"` // the checkpoint has nothing there
+// putArea is what goes back in the root filesystem or in a workspace.
+type putArea struct {
+	At    string `json:"at"`    // where it is in the sandbox
+	Stage string `json:"stage"` // path of the directory in it that has what the checkpoint has, by the numbers of puts
+	Puts  []put  `json:"puts"`
+
+	// Mtime is that of the directory At in the end, which the stage comes into and goes from.
+	Mtime *overlay.Time `json:"mtime,omitempty"`
 }
+
+// put is one path that differs from what the checkpoint has there.
+type put struct {
+	Path string  `json:"path"`
+	Kind putKind `json:"kind"`
+}
+
+type putKind string
+
+const (
+	putWhole  putKind = "whole"  // replaced with all that is in it
+	putAbsent putKind = "absent" // removed
+	putLook   putKind = "look"   // a directory: its owner, mode, time and attributes
+)
+
+// staged returns where the stage has a put, in the area's directory.
+func (a putArea) staged(i int) string { return filepath.Join(path.Base(a.Stage), strconv.Itoa(i)) }
 
 // undoPaths is Undo for some paths alone: they become what a checkpoint has there, in place. The
 // sandbox, if it runs, stands still meanwhile, and its processes go on.
@@ -94,7 +121,7 @@ func (rs *restores) undoPaths(
 	}
 	out.Sandbox, err = rs.sandboxes.inspect(context.WithoutCancel(ctx), sb.ID)
 	out.Warnings = slices.Concat(out.Warnings, h.after(ctx, policy.AfterRestore))
-	rs.log.Info("paths undone", "sandbox", sb.ID, "checkpoint", row.ID, "paths", len(data.Paths))
+	rs.log.Info("paths undone", "sandbox", sb.ID, "checkpoint", row.ID, "paths", out.Changed)
 	return out, err
 }
 
@@ -104,44 +131,41 @@ func puttingOf(paths []string) (putting, error) {
 	if len(paths) > maxUndoPaths {
 		return data, fmt.Errorf("%w: %d paths, at most %d go back at once", runtime.ErrInvalid, len(paths), maxUndoPaths)
 	}
-	for i, p := range paths {
+	for _, p := range paths {
 		if !path.IsAbs(p) || path.Clean(p) == "/" || len(p) >= unix.PathMax {
 			return data, fmt.Errorf("%w: path %.200q must be absolute, and not /", runtime.ErrInvalid, p)
 		}
 		p = path.Clean(p)
-		for _, o := range data.Paths {
-			if fsx.Within(o.Path, p) || fsx.Within(p, o.Path) {
-				return data, fmt.Errorf("%w: of %q and %q one has the other in it", runtime.ErrInvalid, o.Path, p)
+		for _, o := range data.paths {
+			if fsx.Within(o, p) || fsx.Within(p, o) {
+				return data, fmt.Errorf("%w: of %q and %q one has the other in it", runtime.ErrInvalid, o, p)
 			}
 		}
-		stage := path.Join(path.Dir(p), fmt.Sprintf(".agentbox-undo-%s-%d", newID(), i))
-		data.Paths = append(data.Paths, putPath{Path: p, Stage: stage})
+		data.paths = append(data.paths, p)
 	}
 	return data, nil
 }
 
 // mayPut refuses paths that have mounts in them, or lie in one that is in no checkpoint.
-func (d putting) mayPut(s runtime.Spec, c runtime.Container) error {
-	var mounts []string
-	for _, m := range s.Mounts {
-		mounts = append(mounts, path.Clean(m.Target))
-		for _, p := range d.Paths {
-			if m.Type != runtime.MountWorkspace && fsx.Within(path.Clean(m.Target), p.Path) {
-				return fmt.Errorf("%w: %s lies in the %s at %s, which is in no checkpoint", runtime.ErrUnsupported, p.Path,
-					m.Type, m.Target)
-			}
-		}
-	}
+func mayPut(paths []string, s runtime.Spec, c runtime.Container) error {
+	mounts := []string{"/proc", "/sys", "/dev", runtime.SecretsDir}
+	kinds := []string{"files of the kernel", "files of the kernel", "devices", "secrets"}
 	for name := range c.Managed {
-		mounts = append(mounts, name)
+		mounts, kinds = append(mounts, name), append(kinds, "file of the host")
 	}
-	mounts = append(mounts, "/proc", "/sys", "/dev", runtime.SecretsDir)
-	slices.Sort(mounts)
-	for _, p := range d.Paths {
-		for _, at := range mounts {
-			if fsx.Within(p.Path, at) {
-				return hint(fmt.Errorf("%w: %s has the mount %s in it", runtime.ErrUnsupported, p.Path, at),
+	for _, m := range s.Mounts {
+		mounts, kinds = append(mounts, path.Clean(m.Target)), append(kinds, m.Type)
+	}
+	for _, p := range paths {
+		for i, at := range mounts {
+			workspace := kinds[i] == runtime.MountWorkspace
+			switch {
+			case workspace && fsx.Within(at, p):
+			case fsx.Within(p, at):
+				return hint(fmt.Errorf("%w: %s has the mount %s in it", runtime.ErrUnsupported, p, at),
 					"Name what is beside or in it, or undo all: agentbox undo "+s.Name)
+			case fsx.Within(at, p):
+				return fmt.Errorf("%w: %s lies in %s (%s), which is in no checkpoint", runtime.ErrUnsupported, p, at, kinds[i])
 			}
 		}
 	}
@@ -156,7 +180,7 @@ func (rs *restores) putPaths(
 	if err != nil {
 		return "", 0, nil, err
 	}
-	if err := data.mayPut(s, c); err != nil {
+	if err := mayPut(data.paths, s, c); err != nil {
 		return "", 0, nil, err
 	}
 	unlock, err := lockSlot(c)
@@ -164,35 +188,64 @@ func (rs *restores) putPaths(
 		return "", 0, nil, err
 	}
 	defer unlock()
-	k, err := rs.presentOf(ctx, sb, c)
-	if err != nil {
+	var k *making
+	err = rs.checkpoints.onView(ctx, recordedState{sb.ID, row.ID}, "/", func(v *overlay.View) error {
+		plans, err := rs.foresee(ctx, sb, s, c, v, data.paths)
+		if err != nil {
+			return err
+		}
+		if k, err = rs.presentOf(ctx, sb, c); err != nil {
+			return err
+		}
+		return rs.replacePaths(ctx, k, row, v, plans, &data)
+	})
+	if k == nil {
 		return "", 0, nil, err
 	}
-	data.Was, data.Undo = c.Status, k.row.ID
+	for _, a := range data.Areas {
+		for _, p := range a.Puts {
+			if p.Kind != putLook {
+				changed++
+			}
+		}
+	}
+	return k.row.ID, changed, k.row.Warnings, err
+}
+
+// replacePaths freezes the sandbox, records it, and puts what differs in it.
+func (rs *restores) replacePaths(
+	ctx context.Context, k *making, row store.Checkpoint, v *overlay.View, plans []*pathPlan, data *putting,
+) error {
+	sb := k.sb
+	data.Was, data.Undo = k.c.Status, k.row.ID
 	in := store.Intent{Op: opUndoPaths, Sandbox: sb.ID, Checkpoint: row.ID, Lazy: true}
-	err = rs.intent(ctx, in, data, func(seq int64) (err error) {
+	return rs.intent(ctx, in, *data, func(seq int64) (err error) {
 		if _, err := rs.checkpoints.record(ctx, k); err != nil {
 			return fmt.Errorf("keep the present state: %w", err)
 		}
 		defer func() { err = errors.Join(err, k.cut.End(), rs.checkpoints.thaw(context.WithoutCancel(ctx), k)) }()
-		err = rs.stagePaths(ctx, sb, row, &data)
+		if err = rs.planPaths(ctx, sb, row, plans, data); err == nil {
+			err = rs.advance(ctx, seq, *data, false)
+		}
+		if err == nil {
+			err = rs.stagePaths(ctx, sb, v, *data)
+		}
 		if err == nil {
 			data.Begun = true
-			err = rs.advance(ctx, seq, data, false)
+			err = rs.advance(ctx, seq, *data, false)
 		}
 		if err == nil {
 			err = failpoint.Hit("undo.paths.after-stage")
 		}
 		if err != nil {
 			ctx := context.WithoutCancel(ctx)
-			return errors.Join(err, rs.unstagePaths(ctx, sb, data), rs.store.RemoveCheckpoint(ctx, k.row.ID))
+			return errors.Join(err, rs.unstagePaths(ctx, sb, *data), rs.store.RemoveCheckpoint(ctx, k.row.ID))
 		}
-		if err := rs.exchangePaths(context.WithoutCancel(ctx), sb, data); err != nil {
+		if err := rs.exchangePaths(context.WithoutCancel(ctx), sb, *data); err != nil {
 			return fmt.Errorf("%w (%w); what was there is in checkpoint %s", err, errUnfinished, short(k.row.ID))
 		}
 		return nil
 	})
-	return k.row.ID, len(data.Paths), k.row.Warnings, err
 }
 
 // presentOf prepares the undo checkpoint of an undo of paths, which leaves the sandbox frozen.
@@ -207,90 +260,160 @@ func (rs *restores) presentOf(ctx context.Context, sb *locked, c runtime.Contain
 	return k, err
 }
 
-// stagePaths writes what the checkpoint has at each path beside it.
-func (rs *restores) stagePaths(ctx context.Context, sb *locked, row store.Checkpoint, data *putting) error {
+// stagePaths writes what the checkpoint has of each put into the stage of its area.
+func (rs *restores) stagePaths(ctx context.Context, sb *locked, v *overlay.View, data putting) error {
 	sb.steps.Begin(runtime.PhaseStaging, 0)
-	paths := make([]string, len(data.Paths))
-	for i, p := range data.Paths {
-		paths[i] = p.Path
-	}
-	return rs.checkpoints.onView(ctx, recordedState{sb.ID, row.ID}, paths[0], func(v *overlay.View) error {
-		if err := v.Foresee(paths...); err != nil {
+	return rs.inAreas(ctx, sb, data, func(j *policy.Jail, ids *idmap.Map, root string, a putArea) error {
+		at, close, err := areaDir(j, a)
+		if err != nil {
 			return err
 		}
-		return rs.stageFrom(ctx, sb, v, data)
-	})
-}
-
-// stageFrom is stagePaths for what a view has.
-func (rs *restores) stageFrom(ctx context.Context, sb *locked, v *overlay.View, data *putting) error {
-	return rs.onPaths(ctx, sb, *data, func(dir string, ids *idmap.Map, root string, i int) error {
-		p := &data.Paths[i]
-		stage := filepath.Join(dir, path.Base(p.Stage))
-		if err := ids.AsRoot(func() error { return os.Mkdir(stage, 0o700) }); err != nil {
+		defer close()
+		if err := ids.AsRoot(func() error { return os.Mkdir(filepath.Join(at, path.Base(a.Stage)), 0o700) }); err != nil {
 			return err
 		}
 		r, w := io.Pipe()
 		read := guard.Start(func() error {
-			err := guard.Do(func() error { return copyOf(v, p.Path, w) })
+			err := guard.Do(func() error { return a.write(v, w) })
 			_ = w.CloseWithError(err) // the reader waits for it
 			return err
 		})
-		err := cptar.To(ctx, root, ids, p.Stage, r)
+		err = cptar.To(ctx, root, ids, a.Stage, r)
 		_ = r.Close() // the writer waits for it
-		if none := <-read; errors.Is(none, runtime.ErrNotFound) {
-			p.Absent = true
-			return ids.AsRoot(func() error { return os.RemoveAll(stage) })
-		} else if none != nil {
-			return none
-		}
-		return err
+		return cmp.Or(<-read, err)
 	})
+}
+
+// write writes what a view has of the puts as an archive.
+func (a putArea) write(v *overlay.View, w io.Writer) error {
+	out := bufio.NewWriterSize(w, 256<<10)
+	t := viewTar{w: overlay.NewTarWriter(out), first: map[string]string{}}
+	numbers, onTheWay := map[string]int{}, map[string]bool{}
+	for i, p := range a.Puts {
+		if p.Kind == putAbsent {
+			continue
+		}
+		name := inTree(p.Path)
+		for numbers[name] = i; name != "." && !onTheWay[path.Dir(name)]; name = path.Dir(name) {
+			onTheWay[path.Dir(name)] = true
+		}
+	}
+	whole := ""
+	err := v.Walk(inTree(a.At), func(f *overlay.ViewFile) error {
+		i, is := numbers[f.Path]
+		switch {
+		case is:
+			t.top, t.name = f.Path, strconv.Itoa(i)
+			if whole = ""; a.Puts[i].Kind == putWhole {
+				whole = f.Path
+			}
+		case whole != "" && inOrAt(f.Path, whole):
+		case f.Type == overlay.TypeDir && !onTheWay[f.Path]:
+			return fs.SkipDir
+		default:
+			return nil
+		}
+		return t.add(f)
+	})
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(t.w.Close(), out.Flush()); err != nil {
+		return err
+	}
+	if len(t.report.Skipped) > 0 {
+		return &cptar.Partial{Report: t.report}
+	}
+	return nil
 }
 
 // exchangePaths makes each path what was staged. It can be repeated after a crash.
 func (rs *restores) exchangePaths(ctx context.Context, sb *locked, data putting) error {
 	sb.steps.Begin(runtime.PhasePutting, 0)
-	return rs.onPaths(ctx, sb, data, func(dir string, ids *idmap.Map, _ string, i int) error {
-		p := data.Paths[i]
+	return rs.inAreas(ctx, sb, data, func(j *policy.Jail, ids *idmap.Map, _ string, a putArea) error {
+		at, close, err := areaDir(j, a)
+		if err != nil {
+			return err
+		}
+		defer close()
 		return ids.AsRoot(func() error {
-			at, stage := filepath.Join(dir, path.Base(p.Path)), filepath.Join(dir, path.Base(p.Stage))
-			if p.Absent {
-				return os.RemoveAll(at)
+			for i, p := range a.Puts {
+				if err := p.exchange(j, filepath.Join(at, a.staged(i))); err != nil {
+					return fmt.Errorf("%s: %w", p.Path, err)
+				}
+				if err := failpoint.Hit("undo.paths.between"); err != nil {
+					return err
+				}
 			}
-			staged := filepath.Join(stage, path.Base(p.Path))
-			if _, err := os.Lstat(staged); errors.Is(err, os.ErrNotExist) {
-				return os.RemoveAll(stage) // it is in place
-			} else if err != nil {
-				return err
-			}
-			if err := os.RemoveAll(at); err != nil {
-				return err
-			}
-			if err := failpoint.Hit("undo.paths.between"); err != nil {
-				return err
-			}
-			return errors.Join(os.Rename(staged, at), os.RemoveAll(stage))
+			return a.unstage(at)
 		})
 	})
 }
 
-// unstagePaths removes what was staged.
-func (rs *restores) unstagePaths(ctx context.Context, sb *locked, data putting) error {
-	err := rs.onPaths(ctx, sb, data, func(dir string, ids *idmap.Map, _ string, i int) error {
-		return ids.AsRoot(func() error { return os.RemoveAll(filepath.Join(dir, path.Base(data.Paths[i].Stage))) })
-	})
-	if errors.Is(err, runtime.ErrNotFound) { // from that path on nothing was staged
-		return nil
+// unstage removes the stage from the area's directory.
+func (a putArea) unstage(dir string) error {
+	err := os.RemoveAll(filepath.Join(dir, path.Base(a.Stage)))
+	if err == nil && a.Mtime != nil {
+		t := time.Unix(a.Mtime.Sec, a.Mtime.Nsec)
+		err = os.Chtimes(dir, t, t)
 	}
 	return err
 }
 
-// onPaths calls fn for each path with the directory that it is in, by a path of the host that no symlink
-// leads out of.
-func (rs *restores) onPaths(
-	ctx context.Context, sb *locked, data putting, fn func(dir string, ids *idmap.Map, root string, i int) error,
+// exchange makes a path what is staged. Nothing is left of the stage once it was done, but for a directory's
+// look.
+func (p put) exchange(j *policy.Jail, staged string) error {
+	dir, base, err := j.Parent(p.Path)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	at := filepath.Join(fmt.Sprintf("/proc/self/fd/%d", dir.Fd()), base)
+	if p.Kind == putAbsent {
+		return os.RemoveAll(at)
+	}
+	there, err := os.Lstat(staged)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil // it is in place
+	}
+	if err != nil {
+		return err
+	}
+	if p.Kind == putLook {
+		return cptar.Dress(staged, at)
+	}
+	now, err := os.Lstat(at)
+	if err == nil && (there.IsDir() || now.IsDir()) {
+		err = os.RemoveAll(at)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return os.Rename(staged, at)
+}
+
+// unstagePaths removes what was staged.
+func (rs *restores) unstagePaths(ctx context.Context, sb *locked, data putting) error {
+	return rs.inAreas(ctx, sb, data, func(j *policy.Jail, ids *idmap.Map, _ string, a putArea) error {
+		at, close, err := areaDir(j, a)
+		if errors.Is(err, runtime.ErrNotFound) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		defer close()
+		return ids.AsRoot(func() error { return a.unstage(at) })
+	})
+}
+
+// inAreas calls fn for each area with the sandbox's files, whose root is also a path of the host.
+func (rs *restores) inAreas(
+	ctx context.Context, sb *locked, data putting, fn func(j *policy.Jail, ids *idmap.Map, root string, a putArea) error,
 ) error {
+	if len(data.Areas) == 0 {
+		return nil
+	}
 	ids, err := ids(sb.Sandbox)
 	if err != nil {
 		return err
@@ -301,21 +424,22 @@ func (rs *restores) onPaths(
 			return err
 		}
 		defer jail.Close()
-		for i, p := range data.Paths {
-			dir, _, err := jail.Parent(p.Path)
-			if errors.Is(err, runtime.ErrNotFound) {
-				err = hint(err, "The directory that it is in is not there; let that go back: --path "+path.Dir(p.Path))
-			}
-			if err != nil {
+		for _, a := range data.Areas {
+			if err := fn(jail, ids, root, a); err != nil {
 				return err
-			}
-			err = fn(fmt.Sprintf("/proc/self/fd/%d", dir.Fd()), ids, root, i)
-			if err := errors.Join(err, dir.Close()); err != nil {
-				return fmt.Errorf("%s: %w", p.Path, err)
 			}
 		}
 		return nil
 	})
+}
+
+// areaDir returns the directory of an area by a path of the host that no symlink leads out of, until close.
+func areaDir(j *policy.Jail, a putArea) (at string, close func(), err error) {
+	f, err := j.OpenFile(a.At, os.O_RDONLY|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return "", nil, err
+	}
+	return fmt.Sprintf("/proc/self/fd/%d", f.Fd()), func() { _ = f.Close() }, nil
 }
 
 // finishUndoPaths does the rest of an undo of paths that was killed once all was staged, and takes another

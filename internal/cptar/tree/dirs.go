@@ -1,6 +1,7 @@
 package tree
 
 import (
+	"fmt"
 	"maps"
 	"os"
 	"slices"
@@ -67,6 +68,32 @@ func LookDir(layer *os.File, path string) (d Dir, state DirState, err error) {
 		return !HostXattr(name) && !strings.HasPrefix(name, "trusted.overlay.")
 	})
 	return d, state, wrap("look at", path, err)
+}
+
+// Dress gives the open directory dir the owner, mode, time and attributes of like. Of the attributes those
+// alone come and go that keep admits.
+func Dress(like, dir *os.File, keep func(name string) bool) error {
+	st, err := fstat(like)
+	if err != nil {
+		return err
+	}
+	want, err := xattrs(like, keep)
+	if err != nil {
+		return err
+	}
+	have, err := xattrs(dir, keep)
+	if err != nil {
+		return err
+	}
+	for _, x := range have {
+		if slices.ContainsFunc(want, func(w xattr) bool { return w.name == x.name }) {
+			continue
+		}
+		if err := unix.Fremovexattr(int(dir.Fd()), x.name); err != nil && err != unix.ENODATA {
+			return fmt.Errorf("remove attribute %q: %w", x.name, err)
+		}
+	}
+	return metaOf(&st, want).applyOpen(dir)
 }
 
 // MakeDirs makes directories in the empty one top. Those above each, and "" for
