@@ -171,19 +171,19 @@ func TestLog(t *testing.T) {
 		ckpt("aaa2", "two", "aaa1"),
 		ckpt("aaa1", "one", ""),
 	}
-	const want = `CHECKPOINT            NAME    TAGS   KIND   CREATED              SIZE     ADDED   TRIGGER   FILES   PROCESSES   PARENT
-* aaa6aaa6aaa6 HEAD   six            full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
-│ * aaa5aaa5aaa5                     full   About a minute ago   1.23MB   0B      manual    12      3           aaa3aaa3aaa3
-│ │ * aaa4aaa4aaa4    four           full   About a minute ago   1.23MB   0B      manual    12      3           (deleted)
-│ * │ aaa3aaa3aaa3    three          full   About a minute ago   1.23MB   0B      manual    12      3           aaa2aaa2aaa2
+	const want = `CHECKPOINT                                  WHAT     KIND   AGE
+* aaa6aaa6aaa6 (HEAD, six)                  manual   full   1m
+│ * aaa5aaa5aaa5                            manual   full   1m
+│ │ * aaa4aaa4aaa4 (four, parent deleted)   manual   full   1m
+│ * │ aaa3aaa3aaa3 (three)                  manual   full   1m
 │ ├─╯
-│ * aaa2aaa2aaa2      two            full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
+│ * aaa2aaa2aaa2 (two)                      manual   full   1m
 ├─╯
-* aaa1aaa1aaa1        one            full   About a minute ago   1.23MB   0B      manual    12      3
+* aaa1aaa1aaa1 (one)                        manual   full   1m
 `
 	try(t, f, "", "log", "run").want(t, 0, want)
 	r := try(t, f, "", "log", "-n", "2", "--no-trunc", "run")
-	if r.code != 0 || strings.Count(r.stdout, "\n") != 3 || !strings.Contains(r.stdout, f.history[0].ID+" HEAD") {
+	if r.code != 0 || strings.Count(r.stdout, "\n") != 3 || !strings.Contains(r.stdout, f.history[0].ID+" (HEAD, six)") {
 		t.Error(r)
 	}
 	var got []map[string]any
@@ -228,10 +228,10 @@ func TestLogMarks(t *testing.T) {
 		ckpt("aaa1", "one", "3f2a"),
 	}
 	try(t, f, "", "log", "run").want(t, 0,
-		`CHECKPOINT                   NAME   TAGS      KIND   CREATED              SIZE     ADDED   TRIGGER   FILES   PROCESSES   PARENT
-u aaa3aaa3aaa3 DAMAGED                        full   About a minute ago   1.23MB   4.1kB   undo      12      3           aaa2aaa2aaa2
-* aaa2aaa2aaa2 HEAD PINNED   two    good,v1   full   About a minute ago   1.23MB   0B      manual    12      3           aaa1aaa1aaa1
-* aaa1aaa1aaa1               one              full   About a minute ago   1.23MB   0B      manual    12      3           run@before
+		`CHECKPOINT                                     WHAT          KIND   AGE
+u aaa3aaa3aaa3 (DAMAGED)                       before undo   full   1m
+* aaa2aaa2aaa2 (HEAD, two, good, v1, PINNED)   manual        full   1m
+* aaa1aaa1aaa1 (one, from run@before)          manual        full   1m
 `)
 	f.history[1].Forks = []runtime.ForkedInto{
 		{Sandbox: "b", SandboxName: "run-fork-1"}, {Sandbox: "c", SandboxName: "other"},

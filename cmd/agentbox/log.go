@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -37,15 +36,15 @@ func newLogCommand(a *app) *cobra.Command {
 		Use:   "log [flags] [SANDBOX]",
 		Short: "Draw the history of a sandbox's checkpoints",
 		Long: `Log draws the tree of a sandbox's checkpoints, newest first: a checkpoint hangs from the one
-that the sandbox was at when it was taken, so that after a restore a new branch begins. HEAD
-marks the one that the sandbox was last at, PINNED those that prune keeps, DAMAGED those that
-verify found damage in; u marks the undo checkpoints that restores took of what they replaced.
-SIZE is all that a checkpoint needs, ADDED what it brought to the store, CHANGES how many paths
-were added (+), modified (~) and deleted (-) since its parent, or since the image. PARENT is "(deleted)"
-where that checkpoint is gone; the line then leads to the nearest one before it that is not;
-of a fork it names the origin's checkpoint, and there a line names the fork. MESSAGE is the first
-line of what 'agentbox checkpoint --message' said, where one has said it. A removed sandbox
-has a history too. With --all, x marks failed checkpoints and o pending ones.
+that the sandbox was at when it was taken, so that after a restore a new branch begins. In
+brackets are HEAD, where the sandbox was last, names and tags, PINNED where prune keeps it, FOREIGN
+where it comes from elsewhere, and DAMAGED where verify found damage; u marks the undo checkpoints
+that restores took of what they replaced. WHAT is the beginning of what 'checkpoint --message' said,
+else what triggered it; CHANGES how many paths were added (+), modified (~) and deleted (-) since its
+parent, or since the image. Where the parent was deleted the line leads to the nearest one before it
+that is there; of a fork, from ORIGIN@CHECKPOINT says where it began, and there a line names the fork.
+A removed sandbox has a history too. With --all, x marks failed checkpoints and o pending ones. Sizes
+and the like are in 'agentbox checkpoint ls'.
 
 With --format json it prints an array of what 'agentbox checkpoint inspect' prints, each
 with children (ids), head, parent_deleted and forks (sandbox, sandbox_name) added.`,
@@ -99,19 +98,14 @@ func runLog(
 		return nil
 	}
 	id := idText(opts.NoTrunc)
-	header := []string{
-		"CHECKPOINT", "NAME", "TAGS", "KIND", "CREATED", "SIZE", "ADDED", "TRIGGER", "FILES", "PROCESSES", "PARENT",
+	counted := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Changes != nil })
+	header := []string{"CHECKPOINT", "WHAT"}
+	if counted {
+		header = append(header, "CHANGES")
 	}
+	header = append(header, "KIND", "AGE")
 	if opts.All {
 		header = append(header, "STATUS")
-	}
-	counted := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Changes != nil })
-	if counted {
-		header = slices.Insert(header, changesColumn, "CHANGES")
-	}
-	messages := slices.ContainsFunc(shown, func(c runtime.HistoryEntry) bool { return c.Message != "" })
-	if messages {
-		header = append(header, "MESSAGE")
 	}
 	var drawn bytes.Buffer
 	below := map[int]string{} // a row of the table -> the line below it
@@ -131,36 +125,18 @@ func runLog(
 			rows++
 		}
 		first := row + " " + id(c.ID)
-		if c.Head {
-			first += " HEAD"
+		if marks := logMarks(ctx, c, parent, svc, id); len(marks) > 0 {
+			first += " (" + strings.Join(marks, ", ") + ")"
 		}
-		if c.Pinned {
-			first += " PINNED"
+		what := c.Checkpoint
+		what.Name = "" // it stands in brackets
+		cells := []string{first, clipText(stepText(what), 24)}
+		if counted {
+			cells = append(cells, changesText(c.Changes))
 		}
-		if c.Foreign {
-			first += " FOREIGN"
-		}
-		if c.Damaged != "" {
-			first += " DAMAGED"
-		}
-		came := id(parent)
-		switch {
-		case c.ParentDeleted:
-			came = "(deleted)"
-		case c.Parent != "" && parent == "":
-			came = origin(ctx, c.Checkpoint, svc, id)
-		}
-		cells := []string{first, c.Name, strings.Join(c.Tags, ","), c.Kind, ago(now, c.Created),
-			sizeText(c.Bytes), sizeText(c.Added), c.Trigger, strconv.FormatInt(c.Files, 10),
-			strconv.Itoa(c.Processes), came}
+		cells = append(cells, c.Kind, shortAge(now.Sub(c.Created)))
 		if opts.All {
 			cells = append(cells, c.Status)
-		}
-		if counted {
-			cells = slices.Insert(cells, changesColumn, changesText(c.Changes))
-		}
-		if messages {
-			cells = append(cells, messageText(c.Message))
 		}
 		t.row(cells...)
 		rows++
@@ -193,8 +169,29 @@ func runLog(
 	return nil
 }
 
-// changesColumn is where the changes stand: after what the checkpoint has added to the store.
-const changesColumn = 7
+// logMarks are what stands in brackets behind a checkpoint.
+func logMarks(
+	ctx context.Context, c runtime.HistoryEntry, parent string, svc runtime.Service, id func(string) string,
+) (marks []string) {
+	mark := func(is bool, text string) {
+		if is {
+			marks = append(marks, text)
+		}
+	}
+	mark(c.Head, "HEAD")
+	mark(c.Name != "", c.Name)
+	marks = append(marks, c.Tags...)
+	mark(c.Pinned, "PINNED")
+	mark(c.Foreign, "FOREIGN")
+	mark(c.Damaged != "", "DAMAGED")
+	if c.Parent != "" && parent == "" && !c.ParentDeleted {
+		from := origin(ctx, c.Checkpoint, svc, id)
+		mark(from != "", "from "+from)
+		c.ParentDeleted = from == ""
+	}
+	mark(c.ParentDeleted, "parent deleted")
+	return marks
+}
 
 // messageText is what a table shows of a message: its first line, and of that what fits.
 func messageText(s string) string {
@@ -221,11 +218,12 @@ func logMark(c runtime.Checkpoint) string {
 	return "*"
 }
 
-// origin names a parent that is another sandbox's: this one is a fork of it.
+// origin names a parent that is another sandbox's: this one is a fork of it. It is empty for a parent
+// that is gone.
 func origin(ctx context.Context, c runtime.Checkpoint, svc runtime.Service, id func(string) string) string {
 	parent, err := svc.CheckpointInfo(ctx, c.Parent)
 	if err != nil || parent.Sandbox == c.Sandbox {
-		return "(deleted)"
+		return ""
 	}
 	return parent.SandboxName + "@" + cmp.Or(parent.Name, id(parent.ID))
 }
