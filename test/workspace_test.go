@@ -329,6 +329,35 @@ func TestWorkspaceChurns(t *testing.T) {
 	b.ok("verify", "--read-data")
 }
 
+// TestWorkspaceMoved: a directory that was moved away is named at once, and is what it was once it is back.
+func TestWorkspaceMoved(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	saw := b.inside("s")
+	if err := os.Rename(dir, dir+".moved"); err != nil {
+		t.Fatal(err)
+	}
+	begun := time.Now()
+	r := b.try(nil, "checkpoint", "s")
+	if r.code != 3 || !strings.Contains(r.err, "the directory is not there any more") ||
+		!strings.Contains(r.err, "move it back") {
+		t.Error(r)
+	}
+	if took := time.Since(begun); took > 20*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	equal(b, "what it sees", b.inside("s"), saw)
+	if err := os.Rename(dir+".moved", dir); err != nil {
+		t.Fatal(err)
+	}
+	b.checkpoint("--name", "one", "s")
+	b.sh("s", works)
+	b.ok("restore", "s", "one")
+	equal(b, "what it sees again", b.inside("s"), saw)
+}
+
 // TestWorkspaceOdd: a directory with what no checkpoint of a sandbox's own files could have, and one
 // that a sandbox before it has read already.
 func TestWorkspaceOdd(t *testing.T) {

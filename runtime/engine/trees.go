@@ -64,6 +64,10 @@ func (k *making) readBusy(ctx context.Context, draft *store.Draft, t *worktree.T
 		if !changedMeanwhile(err) {
 			return err
 		}
+		if _, gone := os.Stat(t.Dir); errors.Is(gone, fs.ErrNotExist) {
+			return hint(fmt.Errorf("%w: the directory is not there any more", runtime.ErrNotFound),
+				"The sandbox goes on with it where it was moved to; move it back, and try again.")
+		}
 		if time.Now().After(end) {
 			return hint(err, "Other programs write to the directory without a pause; end them, or try again.")
 		}
