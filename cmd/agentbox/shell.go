@@ -322,6 +322,7 @@ func (sh *shell) make(ctx context.Context, svc runtime.Service, all []runtime.Sa
 	if isTerminalWriter(sh.app.stderr) {
 		fmt.Fprintf(sh.app.stderr, "%s: %s stays as it is until 'agentbox apply'; see agentbox diff, undo\n",
 			sb.Name, printable(sh.user.short(sh.dir)))
+		sh.warnGit()
 	}
 	return sh.stepping(ctx, svc, sb, func() error { return startNew(ctx, sb, svc, sh.sess) })
 }

@@ -3,6 +3,7 @@ package main
 import (
 	"archive/tar"
 	"bytes"
+	"errors"
 	"io"
 	"os"
 	"os/exec"
@@ -122,6 +123,34 @@ func TestTerminalEnv(t *testing.T) {
 	}
 	if got := (shellUser{}).terminalEnv(false); slices.Contains(got, "TERM=xterm") || len(got) != 4 {
 		t.Errorf("without a terminal: %q", got)
+	}
+}
+
+func TestGitElsewhere(t *testing.T) {
+	top, err := filepath.EvalSymlinks(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, link := range map[string]string{
+		"tree/.git":     "gitdir: ../repo/.git/worktrees/tree\n",
+		"repo/sub/.git": "gitdir: ../.git/modules/sub", "own/.git": "gitdir: ./store", "odd/.git": "\x00\xff",
+		"repo/.git/HEAD": "ref: refs/heads/main", "repo/src/x": "", "none/x": "",
+	} {
+		path := filepath.Join(top, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(link), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for dir, want := range map[string]string{
+		"tree": "repo/.git/worktrees/tree", "repo": "", "repo/src": "repo/.git", "repo/sub": "repo/.git/modules/sub",
+		"own": "", "odd": "", "none": "",
+	} {
+		if want != "" {
+			want = filepath.Join(top, want)
+		}
+		if got, err := gitElsewhere(filepath.Join(top, dir)); got != want || err != nil {
+			t.Errorf("%s: %q, %v, want %q", dir, got, err, want)
+		}
 	}
 }
 
