@@ -32,6 +32,7 @@ type filesPart struct {
 	replaced bool                   // the files may be changed
 	scratch  string                 // a directory for what is read of directories below workspaces; may be empty
 	moved    map[int]worktree.Moved // the workspaces whose directories below have changed since the checkpoint
+	below    []worktree.Tree        // those directories, as the undo checkpoint has just read them
 	began    time.Time              // start of the work on the files
 	took     time.Duration          // duration of that work
 }
@@ -64,7 +65,7 @@ func (r *filesPart) findMoved(ctx context.Context, from *store.Reader) (map[int]
 		if err := os.RemoveAll(out); err != nil {
 			return nil, err
 		}
-		changed, err := t.Differs(ctx, out, worktree.Target{Reader: from})
+		changed, err := r.differs(ctx, &t, out, worktree.Target{Reader: from})
 		if err != nil {
 			return nil, fmt.Errorf("read %s, below workspace %s: %w", t.Dir, v.Name, err)
 		}
@@ -77,6 +78,18 @@ func (r *filesPart) findMoved(ctx context.Context, from *store.Reader) (map[int]
 		}
 	}
 	return moved, nil
+}
+
+// differs reports whether a directory is not what it was at a checkpoint. It is read unless the undo
+// checkpoint has done so.
+func (r *filesPart) differs(ctx context.Context, t *worktree.Tree, out string, to worktree.Target) (bool, error) {
+	at := slices.IndexFunc(r.below, func(have worktree.Tree) bool { return have.Dir == t.Dir })
+	if at < 0 {
+		return t.Differs(ctx, out, to)
+	}
+	then, differs, err := r.below[at].Differed(ctx, out, t.Number, to)
+	*t = then
+	return differs, err
 }
 
 // check lists the trees that the restore replaces.
@@ -113,11 +126,11 @@ func (r *filesPart) prepare(ctx context.Context) error {
 	if err := r.findLost(ctx); err != nil {
 		return err
 	}
-	var err error
-	if r.moved, err = r.findMoved(ctx, r.reader); err != nil {
-		return err
-	}
 	if r.resumed {
+		var err error
+		if r.moved, err = r.findMoved(ctx, r.reader); err != nil {
+			return err
+		}
 		for i := range r.data.Trees {
 			r.data.Trees[i].Home = r.e.checkpoints.home(r.sb)
 			r.changes = append(r.changes, r.data.Trees[i].Change(r.target()))
@@ -158,7 +171,11 @@ func (r *filesPart) displace(ctx context.Context) (ok bool, err error) {
 
 // layOut compares the trees with the checkpoint and stages what they lack.
 func (r *filesPart) layOut(ctx context.Context) error {
-	if err := r.closeChanges(); err != nil { // of an earlier attempt
+	err := r.closeChanges() // of an earlier attempt
+	if err != nil {
+		return err
+	}
+	if r.moved, err = r.findMoved(ctx, r.reader); err != nil {
 		return err
 	}
 	r.changes, r.changed = make([]*worktree.Change, len(r.data.Trees)), 0
@@ -276,6 +293,7 @@ func (r *filesPart) putBack(ctx context.Context) (err error) {
 			return err
 		}
 		defer func() { err = errors.Join(err, was.Reader.Close()) }()
+		r.below = nil // they may have changed since
 		if was.Moved, err = r.findMoved(ctx, was.Reader); err != nil {
 			return err
 		}
@@ -385,6 +403,7 @@ func (r *filesPart) undoIsFiles(why error) {
 
 // take takes over the collections of the undo checkpoint.
 func (r *filesPart) take(k *making) {
+	r.below = slices.Clone(k.below)
 	for i := range r.data.Trees {
 		for _, t := range k.trees {
 			if t.Dir == r.data.Trees[i].Dir {

@@ -50,6 +50,7 @@ type Tree struct {
 	base       string          // id of the checkpoint that the file cache is of; empty: none is known
 	collection string          // path of its last collection; empty: none yet
 	chunks     []overlay.Chunk // of the list in that collection; nil: not known
+	same       bool            // that collection is what base has
 }
 
 // Each calls do for every tree, concurrently.
@@ -89,9 +90,11 @@ func (t *Tree) Capture(ctx context.Context, sink overlay.Sink, opts overlay.Coll
 		return err
 	}
 	opts.Cache, opts.Trust, opts.Below = t.collection, true, t.Below
-	if _, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), opts); err != nil {
+	got, err := overlay.Collect(ctx, t.Dir, out, t.Home.Steps.Sink(runtime.PhaseFiles, sink), opts)
+	if err != nil {
 		return err
 	}
+	t.same = got.Same && t.base != "" && opts.Cache == t.cachePath()
 	t.collection = out
 	return nil
 }
@@ -126,8 +129,30 @@ func (t *Tree) Differs(ctx context.Context, out string, to Target) (bool, error)
 	if untouched, err := t.IsUntouched(ctx, out, to); untouched || err != nil {
 		return false, err
 	}
-	diffs, err := overlay.Compare(to.Entries(ctx, t.Number), t.Entries(), overlay.CompareOptions{Limit: 1})
+	return t.isNot(ctx, t.Number, to)
+}
+
+// isNot reports whether the last collection is not what a tree of a checkpoint has.
+func (t *Tree) isNot(ctx context.Context, tree int, to Target) (bool, error) {
+	diffs, err := overlay.Compare(to.Entries(ctx, tree), t.Entries(), overlay.CompareOptions{Limit: 1})
 	return len(diffs) > 0, err
+}
+
+// Differed returns the tree as it was captured, and reports whether that is not a tree of a checkpoint. What
+// is returned reads the collection by the new name link, since that of the file cache changes.
+func (t *Tree) Differed(ctx context.Context, link string, tree int, to Target) (Tree, bool, error) {
+	then := *t
+	if t.same && tree == t.Number && to.whole(tree) {
+		if has, err := t.baseHas(ctx, to.Reader); has || err != nil {
+			return then, false, err
+		}
+	}
+	if err := os.Link(t.collection, link); err != nil {
+		return then, false, err
+	}
+	then.collection = link
+	differs, err := then.isNot(ctx, tree, to)
+	return then, differs, err
 }
 
 // IsUntouched collects a directory that may be in use, and reports whether the file cache alone shows
