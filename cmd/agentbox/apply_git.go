@@ -111,7 +111,7 @@ func (r *repository) open(ctx context.Context, plan runtime.Applied) error {
 	if r.prefix, err = filepath.Rel(r.top, r.workspace.Original); err != nil {
 		return err
 	}
-	if text, err = r.git(ctx, nil, "rev-parse", "-q", "--verify", "MERGE_HEAD"); err == nil {
+	if _, err = r.git(ctx, nil, "rev-parse", "-q", "--verify", "MERGE_HEAD"); err == nil {
 		return &runtime.Error{Err: fmt.Errorf("%w: a merge is under way in %s", runtime.ErrState, r.top),
 			Hint: "End it first: git commit, or git merge --abort"}
 	}

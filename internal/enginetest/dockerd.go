@@ -225,11 +225,6 @@ func wait(limit time.Duration, ok func() bool) {
 	}
 }
 
-func alive(pid int) bool {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	return err == nil && !strings.Contains(string(stat), ") Z ")
-}
-
 func isTest(cmdline string) bool { return strings.Contains(cmdline, "-test.") }
 
 // unmountBelow detaches what is mounted in a directory: the mount namespace is the test's own, so
