@@ -313,6 +313,10 @@ func checkText(what string, list []string) error {
 }
 
 func checkMount(m runtime.Mount) error {
+	if m.Type == runtime.MountWorkspace && m.Source == "/" {
+		return hint(fmt.Errorf("%w: / cannot be a workspace", runtime.ErrInvalid),
+			"Name the directory to work on; to look at the whole host: -v /:/host:ro")
+	}
 	if !path.IsAbs(m.Target) || path.Clean(m.Target) == "/" {
 		return fmt.Errorf("%w: mount target %q must be an absolute path other than /", runtime.ErrInvalid, m.Target)
 	}
