@@ -41,7 +41,7 @@ type widening struct {
 }
 
 // keys are all there are, but for base and description.
-var keys = []key{
+var keys = append([]key{
 	listOf("images.references", func(r *Rules) *[]string { return &r.Images }, parsePattern, coversImage).in("images"),
 	listOf("images.digests", func(r *Rules) *[]string { return &r.Digests }, parseDigest, coversDigest).in("images"),
 	listOf("mounts.read_write", func(r *Rules) *[]string {
@@ -140,7 +140,7 @@ var keys = []key{
 
 	hooksAt(BeforeStart), hooksAt(BeforeCheckpoint), hooksAt(AfterCheckpoint), hooksAt(BeforeRestore),
 	hooksAt(AfterRestore), hooksAt(OnFailure),
-}
+}, applyKeys...)
 
 func (k key) in(group string) key        { k.group = group; return k }
 func (k key) replacing(group string) key { k.replaces = group; return k }

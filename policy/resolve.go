@@ -391,6 +391,9 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 			bad(fmt.Sprintf("more than %d, those of the base among them", maxHooks), "hooks."+point)
 		}
 	}
+	if len(r.Apply.Validators) > maxValidators {
+		bad(fmt.Sprintf("more than %d, those of the base among them", maxValidators), "apply.validators")
+	}
 	own := &d.rules
 	for _, l := range []struct {
 		name string

@@ -57,6 +57,8 @@ type Rules struct {
 	Labels []string // KEY or KEY=PATTERN, each of which a sandbox must have
 
 	Hooks map[string][]Hook // by when they are run
+
+	Apply Apply // what has to pass before changes get into a directory of the host
 }
 
 // namespaces are in the order of how much they ask for.

@@ -369,7 +369,26 @@ type Applied struct {
 	Checkpoint string             `json:"checkpoint,omitempty"` // of workspaces: what was applied, by its id
 	Workspaces []AppliedWorkspace `json:"workspaces,omitempty"`
 	Merged     []string           `json:"merged,omitempty"` // paths of files that both sides had changed
+	// The validators of workspaces, in order: of a dry run those that would run.
+	Validators []Validated `json:"validators,omitempty"`
 }
+
+// Validated is a validator of an Apply, and its result.
+type Validated struct {
+	Name     string        `json:"name"`
+	From     string        `json:"from"`                // where its rule stands: a policy, or a file
+	Exit     *int          `json:"exit,omitempty"`      // its exit code; nil: it has not run
+	TimedOut bool          `json:"timed_out,omitempty"` // it was ended because its time was over
+	Took     time.Duration `json:"took_ns,omitempty"`
+	Output   string        `json:"output,omitempty"` // the end of what it has printed
+}
+
+// OK reports whether the validator lets the apply pass.
+func (v Validated) OK() bool { return v.Exit != nil && *v.Exit == 0 && !v.TimedOut }
+
+// LabelValidates is the label of a sandbox in which a validator runs. Its value is the id of the
+// sandbox whose changes are applied.
+const LabelValidates = "agentbox.validates"
 
 // AppliedWorkspace is a workspace that an Apply is about.
 type AppliedWorkspace struct {

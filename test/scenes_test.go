@@ -103,6 +103,7 @@ var elsewhere = map[string]string{
 	"store.reindex.":                 "../runtime/store/rearrange_failpoint_test.go",
 	"unaccepted.":                    "unaccepted_test.go",
 	"undo.paths.":                    "steps_test.go",
+	"validate.":                      "workspacevalidate_test.go",
 	"volume.":                        "../runtime/volume/failpoint_test.go",
 	"volume.pause.":                  "../runtime/dockerplugin/volume/dockerd_test.go",
 }

@@ -119,6 +119,10 @@ would have git run programs here (.git/hooks, .git/config, a .git that is a link
 with --allow PATH: apply refuses all of it otherwise. Look at --dry-run first: it shows type,
 mode, owner and target of each.
 
+Validators, which the directory's .agentbox.yaml and the sandbox's policy can have, judge the
+result in forks of the sandbox first: if one fails, nothing is applied and its output is shown
+(docs/workspace.md).
+
 A volume comes as a whole and has no changes afterwards; it must not be in use. A
 file that was changed in the directory after the volume changed its own, as far as the times
 of the files tell, makes it fail, unless --force is given.
@@ -134,7 +138,8 @@ copies, so that one of several names of a file comes back as a file of its own.
 
 It prints the changes as 'agentbox diff' does (A, M, D, T); with --format json one object: sandbox,
 sandbox_name, original, dry_run, undone, changes, conflicts, refused, and of workspaces
-checkpoint, workspaces (path, original), merged.`,
+checkpoint, workspaces (path, original), merged, validators (name, from, exit, timed_out, took_ns,
+output).`,
 		Example: `  agentbox apply                           # in the directory of a workspace
   agentbox apply @HEAD~1 -- src
   agentbox apply --undo
@@ -235,6 +240,7 @@ func confirmApply(
 	if err := printApplied(plan, stderr, false); err != nil {
 		return err
 	}
+	printValidators(plan, stderr)
 	fmt.Fprint(stderr, printable(fmt.Sprintf("Apply %s to %s? [y/N] ",
 		countText(int64(len(plan.Changes)), "change"), originals(plan))))
 	return confirmed(ctx, stdin, stderr, "nothing was applied")
@@ -263,6 +269,7 @@ func runApply(
 	if !shown {
 		warnApply(opts, out, stderr)
 	}
+	printValidators(out, stderr)
 	if isTerminalWriter(stderr) {
 		s := fmt.Sprintf("%s in %s", countText(int64(len(out.Changes)), "change"), originals(out))
 		switch {

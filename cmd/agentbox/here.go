@@ -57,7 +57,7 @@ func here(ctx context.Context, svc runtime.Service) (place, error) {
 	depth := 0
 	for _, sb := range all {
 		at, ok := workspaceOver(sb.Spec.Workspaces(), dir)
-		if !ok || len(at.Source) < depth {
+		if !ok || len(at.Source) < depth || sb.Labels[runtime.LabelValidates] != "" {
 			continue
 		}
 		if len(at.Source) > depth {

@@ -81,7 +81,8 @@ the programs of this host: its /usr and /opt, which it cannot change.
 
 .agentbox.yaml says what sandboxes over DIR need. What it asks for is shown and has to be
 accepted once, and again when it has changed; flags win over it. Its keys are image, memory,
-cpus, network, egress, env and secrets (docs/agentbox-yaml.md).`,
+cpus, network, egress, env and secrets, and apply, which 'agentbox apply' reads
+(docs/agentbox-yaml.md).`,
 		Example: `  cd ~/project && agentbox shell
   agentbox shell ~/project -- make test
   agentbox shell --image host

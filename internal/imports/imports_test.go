@@ -78,7 +78,7 @@ var allowed = map[string][]string{
 	"internal/imports":    {},
 	"internal/lazy":       {},
 	"internal/proc":       {},
-	"internal/project":    {"internal/fault", "internal/lazy"},
+	"internal/project":    {"internal/fault", "internal/lazy", "policy"},
 	"internal/remote":     {"internal/fault"},
 	"internal/rights":     {},
 	"internal/setup":      {"dist/systemd", "internal/fault", "internal/lazy", "internal/flock", "internal/fsx"},
@@ -96,7 +96,7 @@ var allowed = map[string][]string{
 		"runtime/portable", "runtime/registry", "runtime/engine/progress", "runtime/engine/worktree", "runtime/store",
 		"internal/idmap", "runtime/internal/changes", "runtime/internal/kernel", "runtime/internal/record",
 		"internal/flock", "internal/fsx", "internal/rights", "images/reference", "runtime/internal/apply",
-		"runtime/internal/streams",
+		"runtime/internal/streams", "internal/project",
 	},
 	"runtime/backendtest": {"criu", "criu/stage", "runtime", "internal/idmap"},
 	"runtime/api": {

@@ -21,6 +21,7 @@ import (
 
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/lazy"
+	"github.com/agentbox/agentbox/policy"
 )
 
 // Name is the name of the file.
@@ -42,6 +43,8 @@ type File struct {
 	Egress  []string          `json:"egress,omitempty"`
 	Env     map[string]string `json:"env,omitempty"`
 	Secrets map[string]string `json:"secrets,omitempty"` // name -> file:PATH or env:VARIABLE
+	// Apply is no wish of a sandbox: the engine reads it again for each apply to the directory.
+	Apply policy.Apply `json:"apply,omitzero"`
 }
 
 // A key is one key of the file.
@@ -59,6 +62,7 @@ var keys = []key{
 	{"egress", func(f *File, name string, n *yaml.Node) error { return texts(name, n, &f.Egress) }},
 	{"env", func(f *File, name string, n *yaml.Node) error { return pairs(name, n, &f.Env, variable()) }},
 	{"secrets", func(f *File, name string, n *yaml.Node) error { return sources(name, n, &f.Secrets) }},
+	{"apply", func(f *File, _ string, n *yaml.Node) error { return applying(n, &f.Apply) }},
 }
 
 // networks are the modes of a network.
@@ -262,6 +266,17 @@ func sources(name string, n *yaml.Node, to *map[string]string) error {
 		}
 		return nil
 	})
+}
+
+// applying reads the rules of an apply, which are as in a policy.
+func applying(n *yaml.Node, to *policy.Apply) error {
+	rules, problems := policy.ParseApply(n)
+	var errs []error
+	for _, p := range problems {
+		errs = append(errs, &problem{p.Line, p.Err.Error()})
+	}
+	*to = rules
+	return errors.Join(errs...)
 }
 
 // Words tells what a file asks for, one line each. Control characters of its values are escaped:

@@ -10,12 +10,14 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/jsonschema-go/jsonschema"
 	"go.yaml.in/yaml/v3"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/policy"
 )
 
 const full = `# a project
@@ -30,6 +32,10 @@ env:
   CI: "1"
   EMPTY: ""
 secrets: {token: "file:/etc/token", key: "env:API_KEY"}
+apply:
+  validators:
+    - make test
+    - {name: lint, run: [make, lint], timeout: 1m, network: sandbox}
 `
 
 func TestParse(t *testing.T) {
@@ -42,6 +48,10 @@ func TestParse(t *testing.T) {
 		Egress:  []string{"pypi.org 443", "*.debian.org 80,443"},
 		Env:     map[string]string{"CI": "1", "EMPTY": ""},
 		Secrets: map[string]string{"token": "file:/etc/token", "key": "env:API_KEY"},
+		Apply: policy.Apply{Validators: []policy.Validator{
+			{Name: "make test", Run: []string{"sh", "-c", "make test"}, Timeout: 10 * time.Minute, Network: "none"},
+			{Name: "lint", Run: []string{"make", "lint"}, Timeout: time.Minute, Network: "sandbox"},
+		}},
 	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Error(d)
@@ -75,6 +85,9 @@ func TestParseRefuses(t *testing.T) {
 		{"- image\n", `.agentbox.yaml:1: the file: not a mapping`},
 		{"image: a\n---\nimage: b\n", `.agentbox.yaml:2: a second document`},
 		{"image: 'a\n", `.agentbox.yaml:`},
+		{"apply:\n  validators: make\n", `.agentbox.yaml:2: apply.validators: not a list`},
+		{"apply:\n  validators:\n  - 1\n  - a\n  - [b, '']\n", ".agentbox.yaml:5: apply.validators: empty"},
+		{"apply: {hooks: []}\n", `.agentbox.yaml:1: unknown key "apply.hooks"`},
 		{"env: {" + strings.Repeat("A, ", 300) + "}\n", "more than 256 keys"},
 	} {
 		_, err := Parse([]byte(c.text))
@@ -223,6 +236,10 @@ func TestSchema(t *testing.T) {
 		"memory: 512\n", "cpus: '2'\n", "network: [none]\n", "network: lan\n", "egress: a\n", "egress: [1]\n",
 		"egress: ['']\n", "env: {A: 1}\n", "env: [A=b]\n", "secrets: {a: 1}\n", "secrets: {a: x}\n",
 		"secrets: {a: 'env:'}\n", "env: {A=b: c}\n", "secrets: {a/b: 'env:A'}\n", "secrets: {a: 'file:b'}\n",
+		"apply: {}\n", "apply: {validators: []}\n", "apply: {validators: [a, [b, c]]}\n", "apply: []\n",
+		"apply: {validators: a}\n", "apply: {validators: [1]}\n", "apply: {validators: [[]]}\n", "apply: {hooks: []}\n",
+		"apply: {validators: [{run: a, network: none, timeout: 5m, name: b}]}\n", "apply: {validators: [{name: a}]}\n",
+		"apply: {validators: [{run: a, network: host}]}\n", "apply: {validators: [{run: a, on: b}]}\n",
 	} {
 		var value any
 		if err := yaml.Unmarshal([]byte(text), &value); err != nil {

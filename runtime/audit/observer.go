@@ -2,6 +2,7 @@ package audit
 
 import (
 	"context"
+	"fmt"
 	"log/slog"
 	"slices"
 
@@ -80,6 +81,8 @@ func (r *Record) came(l *Log, op *runtime.Op, err error) {
 		if err == nil {
 			r.Sandbox, r.Name, r.Checkpoint = out.Sandbox, Clip(out.SandboxName), out.Checkpoint
 		}
+	case runtime.Applied:
+		r.applied(out)
 	case runtime.Effect:
 		r.To = out.ID
 	case runtime.Lease:
@@ -125,6 +128,20 @@ func (r *Record) restored(l *Log, out runtime.Restored) {
 		var err error
 		if r.Undid, err = l.undone(r.Sandbox, out.Checkpoint.ID, out.Checkpoint.Created, r.Of); err != nil {
 			slog.Warn("audit record lacks what the restore has undone", "sandbox", r.Sandbox, "err", err)
+		}
+	}
+}
+
+// applied records what an apply had to pass, also if it did not.
+func (r *Record) applied(out runtime.Applied) {
+	r.Checkpoint = out.Checkpoint
+	for _, v := range out.Validators {
+		switch {
+		case v.Exit == nil: // a dry run
+		case v.TimedOut:
+			r.Text = some(r.Text, Clip("validator "+v.Name+": ended, its time was over"))
+		default:
+			r.Text = some(r.Text, Clip(fmt.Sprintf("validator %s: exit code %d", v.Name, *v.Exit)))
 		}
 	}
 }

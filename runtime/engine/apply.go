@@ -26,12 +26,13 @@ func (v hostVerbs) Apply(ctx context.Context, ref string, opts runtime.ApplyOpti
 		if named && sandbox.state == "" {
 			return runtime.Applied{}, fmt.Errorf("%w: it names no checkpoint after the @", runtime.ErrInvalid)
 		}
-		return v.e.sandboxes.apply(ctx, sandbox, opts)
+		return v.e.sandboxes.apply(ctx, v.e.restores, sandbox, opts)
 	})
 }
 
+// apply is Apply; rs makes the forks of validators.
 func (bx *sandboxes) apply(
-	ctx context.Context, ref recordedState, opts runtime.ApplyOptions,
+	ctx context.Context, rs *restores, ref recordedState, opts runtime.ApplyOptions,
 ) (out runtime.Applied, err error) {
 	if err := checkApply(ref, opts); err != nil {
 		return out, err
@@ -56,6 +57,7 @@ func (bx *sandboxes) apply(
 		return out, err
 	}
 	if w, ok := run.(*workspaces); ok && !opts.Undo {
+		w.restores = rs
 		if taken, err = w.open(ctx, ref); err != nil {
 			return out, err
 		}
@@ -133,7 +135,13 @@ func (bx *sandboxes) applier(
 		return nil, hint(fmt.Errorf("%w: a volume is applied as it is, and as a whole", runtime.ErrUnsupported),
 			"Restore it to the checkpoint first; --force overwrites what was changed in the directory.")
 	}
-	return sb.host.Original, nil
+	if s, err := spec(sb.Sandbox); err != nil {
+		return nil, err
+	} else if p, err := recorded(s); err != nil || p == nil || !p.Rules.Apply.Asks() || opts.Undo {
+		return sb.host.Original, err
+	}
+	return nil, hint(fmt.Errorf("%w: its policy asks for validators, which a volume cannot have", runtime.ErrUnsupported),
+		"Use a sandbox with the directory as a workspace: --workspace DIR.")
 }
 
 // finishApply finishes an Apply that was killed or rolls it back.
@@ -155,9 +163,11 @@ func finishApply(ctx context.Context, in store.Intent, host Host, w *workspaces)
 type workspaces struct {
 	*core
 	checkpoints *checkpoints
+	restores    *restores
 
 	sb     *locked
 	c      runtime.Container
+	rules  applyRules
 	chosen []runtime.Volume
 	row    store.Checkpoint
 	reader *store.Reader
@@ -336,6 +346,14 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 		list = append(list, change)
 	}
 	home.Note = note
+	if w.rules, err = w.readRules(s); err != nil {
+		return out, err
+	}
+	if opts.DryRun {
+		out.Validators = w.rules.planned()
+	} else if w.rules.Asks() {
+		home.Review = func(ctx context.Context, staged *apply.Staged) error { return w.validate(ctx, staged, &out) }
+	}
 	return out, apply.Run(ctx, home, list, opts, &out)
 }
 

@@ -34,7 +34,17 @@ type forkPart struct {
 	*restoration
 	receipt runtime.Forked
 	noStart bool
-	look    func(ctx context.Context, r *restoration) error // called instead of letting the fork go on
+	trial   *trial // nil: it is to stay
+}
+
+// trial makes a fork one that is only looked at, and rolled back. It has no hooks.
+type trial struct {
+	// look is called instead of letting the fork go on: once its processes are restored and still
+	// frozen or, with files, once its files are in place. It returns an error.
+	look    func(ctx context.Context, r *restoration) error
+	files   bool
+	offline bool                // it has no network
+	change  func(*runtime.Spec) // of the fork; nil: none
 }
 
 // Fork makes new sandboxes from a checkpoint. Each is a sandbox of its own, with its own
@@ -166,9 +176,8 @@ func (rs *restores) forkFrom(
 	return row, checkDamage(sb.Name, row, false)
 }
 
-// forkIdentity gives the spec of a checkpoint a name and an identity of its own. A rehearsal
-// has no network.
-func forkIdentity(s *runtime.Spec, row store.Checkpoint, name string, opts runtime.ForkOptions, rehearsal bool) {
+// forkIdentity gives the spec of a checkpoint a name and an identity of its own.
+func forkIdentity(s *runtime.Spec, row store.Checkpoint, name string, opts runtime.ForkOptions) {
 	origin := *s
 	s.ID = newID()
 	s.Name = cmp.Or(name, forkName(row.SandboxName, s.ID))
@@ -178,10 +187,6 @@ func forkIdentity(s *runtime.Spec, row store.Checkpoint, name string, opts runti
 		s.Hostname = forkName(s.Hostname, s.ID)
 	}
 	s.Network.Ports = opts.Grants.Ports // the origin has its own
-	if rehearsal {
-		s.Network = runtime.Network{Mode: runtime.NetworkNone}
-	}
-
 	if len(opts.Labels) > 0 {
 		labels := maps.Clone(opts.Labels)
 		for k, v := range s.Labels {
@@ -257,10 +262,10 @@ func (rs *restores) forkRecord(
 	return box, host, err
 }
 
-// forkOne makes one fork. With look it is made without network and hooks, and look is called
-// once its processes are restored and still frozen, before the fork counts as made.
-func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter,
-	look func(context.Context, *restoration) error) (_ runtime.Forked, err error) {
+// forkOne makes one fork; try: nil, or that it is one to look at.
+func (rs *restores) forkOne(
+	ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter, try *trial,
+) (_ runtime.Forked, err error) {
 	begun := time.Now()
 	s, err := specOf(row.SandboxID, row.Spec)
 	if err != nil {
@@ -277,10 +282,16 @@ func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name stri
 		return runtime.Forked{}, err
 	}
 	ports := len(s.Network.Ports) > 0
-	forkIdentity(&s, row, name, opts, look != nil)
+	forkIdentity(&s, row, name, opts)
+	if try != nil && try.change != nil {
+		try.change(&s)
+	}
 	box, host, err := rs.forkRecord(ctx, row, &s, opts, full)
 	if err != nil {
 		return runtime.Forked{}, err
+	}
+	if try != nil && try.offline { // whatever modes the policy has
+		s.Network = runtime.Network{Mode: runtime.NetworkNone}
 	}
 	lock, err := rs.store.Lock(ctx, s.ID, "fork", lockWait)
 	if err != nil {
@@ -290,7 +301,7 @@ func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name stri
 	r := rs.newRestoration(&locked{Sandbox: box, host: host, lock: lock, steps: steps},
 		restoring{Phase: phasePrepare, FilesOnly: opts.FilesOnly || opts.NoStart, Fork: true})
 	r.row, r.spec = row, s
-	r.forks(&forkPart{noStart: opts.NoStart, look: look})
+	r.forks(&forkPart{noStart: opts.NoStart, trial: try})
 	if err := checkSources(s); err != nil {
 		return runtime.Forked{}, err
 	}
@@ -300,7 +311,7 @@ func (rs *restores) forkOne(ctx context.Context, row store.Checkpoint, name stri
 	if err != nil {
 		return runtime.Forked{}, err
 	}
-	if look != nil {
+	if try != nil {
 		h = &hooks{e: rs.core} // no hooks run
 	}
 	defer func() { h.failed(ctx, err) }()
@@ -370,7 +381,11 @@ func (r *forkPart) arrange(ctx context.Context) error {
 		}
 		return nil
 	})
-	return errors.Join(err, failpoint.Hit("fork.after-reseed"))
+	err = errors.Join(err, failpoint.Hit("fork.after-reseed"))
+	if err == nil && r.trial != nil && r.trial.files {
+		err = r.trial.look(ctx, r.restoration)
+	}
+	return err
 }
 
 func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
@@ -403,8 +418,8 @@ func reseedFile(jail *policy.Jail, name, id string) (done bool, err error) {
 
 // awaken gives the restored, frozen processes of a fork its own hostname and thaws them.
 func (r *forkPart) awaken(ctx context.Context) error {
-	if r.look != nil {
-		return r.look(ctx, r.restoration)
+	if r.trial != nil {
+		return r.trial.look(ctx, r.restoration)
 	}
 	c, err := r.sb.host.Inspect(ctx, r.sb.ID)
 	if err != nil {

@@ -43,7 +43,7 @@ func (rs *restores) rehearse(ctx context.Context, row store.Checkpoint) (out run
 		out.Differs = append(out.Differs, got.Differs...)
 		return errRehearsed
 	}
-	_, err = rs.forkOne(ctx, row, "", runtime.ForkOptions{Count: 1}, nil, look)
+	_, err = rs.forkOne(ctx, row, "", runtime.ForkOptions{Count: 1}, nil, &trial{look: look, offline: true})
 	out.Took = time.Since(begun)
 	if !errors.Is(err, errRehearsed) {
 		return out, err

@@ -73,6 +73,10 @@ type Home struct {
 	Places []Place
 	Note   any // what Notes is to return of an apply
 	Log    *slog.Logger
+
+	// Review is asked once an apply is planned, and nothing is staged: its error ends the apply. What
+	// it has judged is what is applied, or nothing is. Nil: none.
+	Review func(ctx context.Context, s *Staged) error
 }
 
 // OfWorkspaces is the Home of a sandbox's workspaces, which is kept in dir.
@@ -154,7 +158,8 @@ type part struct {
 	source Source
 	plan   *plan
 	gate   *gate
-	merges bool // of a workspace
+	merges bool   // of a workspace
+	seen   string // the fingerprint of the directory when it was planned, for a review
 
 	from, scratch *Root
 }
@@ -240,6 +245,11 @@ func Run(
 	if t.idle(); len(t.parts) == 0 {
 		return h.noted(t.head.Note)
 	}
+	if h.Review != nil {
+		if err := h.Review(ctx, &Staged{t}); err != nil {
+			return err
+		}
+	}
 	return t.apply(ctx)
 }
 
@@ -269,6 +279,11 @@ func (t *txn) planFor(ctx context.Context, c *Change, opts runtime.ApplyOptions,
 	p.source = c.Source
 	if p.from, err = OpenRoot(c.From); err != nil {
 		return err
+	}
+	if t.home.Review != nil && !opts.DryRun {
+		if p.seen, err = p.from.print(ctx); err != nil {
+			return err
+		}
 	}
 	p.gate = newGate(p.from, c.At, opts)
 	if c.Base != nil {

@@ -87,6 +87,8 @@ type lab struct {
 	keep map[string]BaseEntry
 	note any
 	same bool // all lie over one directory
+
+	review func() error // called once the result has been looked at; nil: nothing
 }
 
 func newLab(t tb, place string, n int) (*lab, func()) {
@@ -182,8 +184,83 @@ func (l *lab) run(opts runtime.ApplyOptions, change func(*Change)) (out runtime.
 		}
 		list = append(list, c)
 	}
+	staged := map[int]map[string]string{}
+	h.Review = func(ctx context.Context, s *Staged) error {
+		if err := l.look(ctx, s, staged); err != nil || l.review == nil {
+			return err
+		}
+		return l.review()
+	}
 	out = Nothing(opts)
-	return out, Run(ctx, h, list, opts, &out)
+	if err := Run(ctx, h, list, opts, &out); err != nil {
+		return out, err
+	}
+	for i, want := range staged {
+		got, err := exact(l.from(i))
+		if err != nil || !maps.Equal(got, want) {
+			return out, fmt.Errorf("%w: the directory is\n%sand was staged as\n%s", err, text(got), text(want))
+		}
+	}
+	return out, nil
+}
+
+// look notes what the staged result of an apply shows of each workspace.
+func (l *lab) look(ctx context.Context, s *Staged, to map[int]map[string]string) error {
+	for i := range l.n {
+		if l.same { // another one changes the directory, too
+			break
+		}
+		dir, err := os.MkdirTemp(l.root, "staged")
+		if err != nil {
+			return err
+		}
+		m := overlay.Mount{
+			Lower: []string{l.from(i)}, Upper: dir + "/upper", Work: dir + "/work", Target: dir + "/merged",
+		}
+		if err := errors.Join(os.Mkdir(m.Work, 0o755), os.Mkdir(m.Target, 0o755), MakeUpper(m.Upper, l.from(i))); err != nil {
+			return err
+		}
+		if err := s.Lay(ctx, fmt.Sprintf("/w%d", i), m.Upper); err != nil {
+			return err
+		}
+		if err := m.Mount(); err != nil {
+			return err
+		}
+		to[i], err = exact(m.Target)
+		if err := errors.Join(err, overlay.Unmount(m.Target, overlay.UnmountOptions{}), os.RemoveAll(dir)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// exact describes what a directory has, but for the times of directories, which renames change.
+func exact(dir string) (map[string]string, error) {
+	out := map[string]string{}
+	err := filepath.WalkDir(dir, func(p string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		var st unix.Stat_t
+		if err := unix.Lstat(p, &st); err != nil {
+			return err
+		}
+		said := fmt.Sprintf("%o %d:%d", st.Mode, st.Uid, st.Gid)
+		rel, _ := filepath.Rel(dir, p)
+		switch {
+		case d.Type()&fs.ModeSymlink != 0:
+			to, err := os.Readlink(p)
+			out[rel] = said + " -> " + to
+			return err
+		case d.Type().IsRegular():
+			data, err := os.ReadFile(p)
+			out[rel] = fmt.Sprintf("%s %d.%09d %q", said, st.Mtim.Sec, st.Mtim.Nsec, data)
+			return err
+		}
+		out[rel] = said
+		return nil
+	})
+	return out, err
 }
 
 func (l *lab) baseOf(i int) Base {

@@ -1,6 +1,7 @@
 package apply
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
@@ -217,6 +218,18 @@ func visible(set map[string]string) map[string][]byte {
 	return out
 }
 
+// escaped stores attributes in an upperdir so that a user of the mount sees them.
+func escaped(set map[string]string) map[string]string {
+	out := map[string]string{}
+	for name, value := range set {
+		if rest, ok := strings.CutPrefix(name, overlayXattr); ok {
+			name = escapedXattr + rest
+		}
+		out[name] = value
+	}
+	return out
+}
+
 // attrsOf reads those of an open directory, as a user of a mount over it sees them.
 func attrsOf(d *Root) (a attrs, err error) {
 	st, err := statAt(int(d.Fd()), "")
@@ -235,6 +248,12 @@ func MakeUpper(upper, below string) error {
 	if err := os.Mkdir(upper, 0o700); err != nil {
 		return err
 	}
+	return TakeAfter(upper, below)
+}
+
+// TakeAfter makes the root of an empty upperdir as that of the directory below, which it then hides
+// nothing of.
+func TakeAfter(upper, below string) error {
 	from, err := OpenRoot(below)
 	if err != nil {
 		return err
@@ -245,6 +264,18 @@ func MakeUpper(upper, below string) error {
 		return err
 	}
 	defer to.Close()
+	raw, err := xattrs(to.Proc(), unix.Listxattr, unix.Getxattr)
+	if err != nil {
+		return err
+	}
+	for name := range raw {
+		if !strings.HasPrefix(name, overlayXattr) {
+			continue
+		}
+		if err := unix.Fremovexattr(int(to.Fd()), name); err != nil {
+			return fmt.Errorf("remove attribute %q: %w", name, err)
+		}
+	}
 	want, err := attrsOf(from)
 	if err != nil {
 		return err
@@ -337,23 +368,42 @@ func (r *Root) fingerprint(rel string) (string, error) {
 		return "", err
 	}
 	defer d.Close()
-	p := printer{hash: sha256.New(), mount: r.mount}
-	err = p.add(d, name, rel, true)
-	if gone(err) {
-		return "", nil
-	}
-	return hex.EncodeToString(p.hash.Sum(nil)), err
+	p := printer{mount: r.mount}
+	return p.sum(func() error { return p.add(d, name, rel, true) })
 }
 
 type printer struct {
 	hash  hash.Hash
 	mount uint64
+	ctx   context.Context // of the fingerprint of a whole directory; nil: it is another one
+}
+
+// sum returns the fingerprint of what add adds; "": it is gone.
+func (p *printer) sum(add func() error) (string, error) {
+	p.hash = sha256.New()
+	if err := add(); gone(err) {
+		return "", nil
+	} else if err != nil {
+		return "", err
+	}
+	return hex.EncodeToString(p.hash.Sum(nil)), nil
 }
 
 func (p *printer) add(d *os.File, name, rel string, top bool) error {
 	st, err := statAt(int(d.Fd()), name)
 	if err != nil {
 		return &fs.PathError{Op: "stat", Path: rel, Err: err}
+	}
+	if p.ctx != nil {
+		if err := p.ctx.Err(); err != nil {
+			return err
+		}
+		if st.Mnt_id != p.mount {
+			return binary.Write(p.hash, binary.LittleEndian, st.Mnt_id)
+		}
+		if top { // a scratch directory changes its time
+			st.Mtime = unix.StatxTimestamp{}
+		}
 	}
 	if st.Mnt_id != p.mount {
 		return mountPoint(rel)
@@ -381,6 +431,9 @@ func (p *printer) add(d *os.File, name, rel string, top bool) error {
 	names, err := sub.Readdirnames(-1)
 	if err != nil {
 		return err
+	}
+	if p.ctx != nil && top {
+		names = slices.DeleteFunc(names, scratchPattern().MatchString)
 	}
 	slices.Sort(names)
 	for _, n := range names {

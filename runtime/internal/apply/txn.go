@@ -77,7 +77,7 @@ func (t *txn) apply(ctx context.Context) (err error) {
 	if err := failpoint.Hit("apply.before-write"); err != nil {
 		return err
 	}
-	if err := ctx.Err(); err != nil {
+	if err := errors.Join(t.still(ctx), ctx.Err()); err != nil {
 		return err
 	}
 	for _, p := range t.parts {
@@ -213,7 +213,7 @@ func (p *part) stage(ctx context.Context) error {
 			return err
 		}
 	}
-	err := throughPipe(func(w io.Writer) error { return p.archive(ctx, w) }, func(r io.Reader) error {
+	err := throughPipe(func(w io.Writer) error { return p.archive(ctx, w, false) }, func(r io.Reader) error {
 		_, err := overlay.Apply(ctx, r, p.scratch.at("new"), overlay.ApplyOptions{})
 		return err
 	})
@@ -244,8 +244,8 @@ func (p *part) stage(ctx context.Context) error {
 	return failpoint.Hit("apply.after-stage")
 }
 
-// archive writes what is staged.
-func (p *part) archive(ctx context.Context, w io.Writer) error {
+// archive writes what is staged; upper: for an upperdir, where the kernel hides its own attributes.
+func (p *part) archive(ctx context.Context, w io.Writer, upper bool) error {
 	out := bufio.NewWriterSize(w, 256<<10)
 	t := overlay.NewTarWriter(out)
 	for c, err := range p.staged() {
@@ -253,6 +253,9 @@ func (p *part) archive(ctx context.Context, w io.Writer) error {
 			err = ctx.Err()
 		}
 		if err == nil {
+			if upper {
+				c.Xattrs = escaped(c.Xattrs)
+			}
 			err = p.archiveOne(ctx, t, c)
 		}
 		if err != nil {

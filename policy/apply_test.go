@@ -1,0 +1,96 @@
+package policy
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/agentbox/agentbox/internal/fault"
+)
+
+// TestValidators reads each form of a validator, and what is recorded of it.
+func TestValidators(t *testing.T) {
+	p := resolved(t, `apply:
+  validators:
+    - go test ./...
+    - [go, vet, ./...]
+    - {run: "make\nlint", timeout: 1h, network: sandbox}
+    - {name: the build, run: [make, "-j 2"]}
+`)
+	want := []Validator{
+		{"go test ./...", []string{"sh", "-c", "go test ./..."}, 10 * time.Minute, ValidatorNone},
+		{"go vet ./...", []string{"go", "vet", "./..."}, 10 * time.Minute, ValidatorNone},
+		{"make lint", []string{"sh", "-c", "make\nlint"}, time.Hour, ValidatorSandbox},
+		{"the build", []string{"make", "-j 2"}, 10 * time.Minute, ValidatorNone},
+	}
+	if d := cmp.Diff(want, p.Rules.Apply.Validators); d != "" {
+		t.Error(d)
+	}
+	again, err := ParseCanonical("p", p.Rules.Canonical())
+	if err != nil || again.Rules.Digest() != p.Rules.Digest() {
+		t.Fatalf("%+v, %v", again, err)
+	}
+	if d := cmp.Diff(want, again.Rules.Apply.Validators); d != "" {
+		t.Error(d)
+	}
+	if got := nameOf(strings.Repeat("ü", 100)); len([]rune(got)) != maxNameLength || !strings.HasSuffix(got, "...") {
+		t.Errorf("a long name: %q", got)
+	}
+}
+
+// TestValidatorsAdd: a policy that narrows another one adds to its validators, and cannot drop any.
+func TestValidatorsAdd(t *testing.T) {
+	f := finder(t, map[string]string{
+		"base": "apply: {validators: [a]}\n",
+		"none": "base: base\napply: {validators: []}\n",
+		"more": "base: base\napply: {validators: [b, a]}\n",
+		"many": "base: base\napply: {validators: [b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q]}\n",
+	})
+	for name, want := range map[string][]string{"base": {"a"}, "none": {"a"}, "more": {"a", "b"}} {
+		p, err := f.Find(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, v := range p.Rules.Apply.Validators {
+			got = append(got, v.Name)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	if _, err := f.Find("many"); err == nil || !strings.Contains(err.Error(), "more than 16, those of the base among") {
+		t.Error(err)
+	}
+}
+
+func TestValidatorsRefused(t *testing.T) {
+	for text, want := range map[string]string{
+		"apply: [a]":                                               "apply: not a mapping",
+		"apply: {validator: [a]}":                                  "did you mean validators?",
+		"apply: {validators: make}":                                "apply.validators: not a list",
+		"apply: {validators: [1]}":                                 `not a text; write it "in quotes"`,
+		"apply: {validators: ['']}":                                "apply.validators: empty",
+		"apply: {validators: [[]]}":                                "not a program and at most 63 arguments",
+		"apply: {validators: [a, a]}":                              "stands here a second time",
+		"apply: {validators: [{name: a}]}":                         "a validator without run",
+		"apply: {validators: [{run: a, rn: b}]}":                   "did you mean run?",
+		"apply: {validators: [{run: a, timeout: 7h}]}":             "7h is more than 6h",
+		"apply: {validators: [{run: a, timeout: 0s}]}":             "is not a duration",
+		"apply: {validators: [{run: a, network: host}]}":           "is none of none, sandbox",
+		"apply: {validators: [{run: a, run: b}]}":                  "stands here a second time",
+		"apply: {validators: [{run: a, name: \"b\\n\"}]}":          "is no name",
+		"apply: {validators: [\"a\\0\"]}":                          "is no command",
+		"apply: {validators: [&x a]}":                              "anchors",
+		"apply: {validators: [" + strings.Repeat("a, ", 17) + "]}": "more than 16",
+	} {
+		_, err := (Finder{}).Resolve("p", []byte(text))
+		if !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%.60s: %v, want %s", text, err, want)
+		}
+	}
+}

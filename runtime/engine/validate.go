@@ -1,0 +1,272 @@
+package engine
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/internal/guard"
+	"github.com/agentbox/agentbox/internal/project"
+	"github.com/agentbox/agentbox/policy"
+	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/apply"
+	"github.com/agentbox/agentbox/runtime/store"
+)
+
+// Validators judge the result of an apply before it reaches a directory. Each runs in a fork of the
+// sandbox of its own, whose workspaces show the directories as the apply would leave them. Their
+// rules are the owner's: those of the policy that the sandbox was created under, and of the file
+// .agentbox.yaml as the directory itself has it, not as the sandbox shows it.
+
+// maxSaid is how much is kept of what a validator prints: its end.
+const maxSaid = 8 << 10
+
+// drainWait is how long the output of a validator that has ended is waited for.
+const drainWait = 10 * time.Second
+
+// validator is one validator of an apply.
+type validator struct {
+	policy.Validator
+	from string // where its rule stands
+	dir  string // where it runs: a workspace, by its path in the sandbox
+}
+
+// applyRules are what has to pass before an apply.
+type applyRules struct {
+	policy.Apply
+	validators []validator
+}
+
+// readRules reads the rules of an apply: those of the sandbox's policy first.
+func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
+	add := func(from, dir string, a policy.Apply) {
+		rules.Apply = rules.With(a)
+		for _, v := range a.Validators {
+			rules.validators = append(rules.validators, validator{v, from, dir})
+		}
+	}
+	p, err := recorded(s)
+	if err != nil {
+		return rules, err
+	}
+	if p != nil {
+		add("policy "+p.Name, w.chosen[0].Target, p.Rules.Apply)
+	}
+	for _, v := range w.chosen {
+		file, err := readProject(v.Lower)
+		if err != nil {
+			return rules, hint(fmt.Errorf("%s: %w", filepath.Join(v.Lower, project.Name), err),
+				"What it asks of an apply is not known. Mend it, or remove it from the directory.")
+		}
+		add(filepath.Join(v.Lower, project.Name), v.Target, file.Apply)
+	}
+	return rules, nil
+}
+
+func readProject(dir string) (project.File, error) {
+	data, err := project.Read(dir)
+	if err != nil {
+		return project.File{}, err
+	}
+	return project.Parse(data)
+}
+
+// planned lists validators that are yet to run.
+func (r applyRules) planned() (list []runtime.Validated) {
+	for _, v := range r.validators {
+		list = append(list, runtime.Validated{Name: v.Name, From: v.from})
+	}
+	return list
+}
+
+// validate runs all validators over the staged result of an apply, up to the first that fails.
+func (w *workspaces) validate(ctx context.Context, s *apply.Staged, out *runtime.Applied) error {
+	for _, v := range w.rules.validators {
+		got, err := w.restores.validate(ctx, w.row, v, func(ctx context.Context, c runtime.Container) error {
+			for _, have := range c.Volumes {
+				if !have.Workspace() {
+					continue
+				}
+				if err := emptyUpper(have); err != nil {
+					return err
+				}
+				if err := s.Lay(ctx, have.Target, have.Path); err != nil {
+					return fmt.Errorf("lay out %s: %w", have.Target, err)
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("validator %q of %s: %w", v.Name, v.from, err)
+		}
+		out.Validators = append(out.Validators, got)
+		w.log.Info("apply validated", "sandbox", w.sb.ID, "validator", v.Name, "exit", *got.Exit, "took", got.Took)
+		if !got.OK() {
+			return refusedBy(v, got)
+		}
+	}
+	return nil
+}
+
+// refusedBy is the error of an apply that a validator refuses, with what it has printed.
+func refusedBy(v validator, got runtime.Validated) error {
+	how := fmt.Sprintf("ended with exit code %d", *got.Exit)
+	if got.TimedOut {
+		how = fmt.Sprintf("did not end within %s", v.Timeout)
+	}
+	text := fmt.Sprintf("validator %q of %s %s; nothing was applied", v.Name, v.from, how)
+	if got.Output != "" {
+		text += ":\n  | " + strings.ReplaceAll(strings.TrimRight(got.Output, "\n"), "\n", "\n  | ")
+	}
+	return fmt.Errorf("%w: %s", runtime.ErrDenied, text)
+}
+
+// emptyUpper makes the upperdir of a workspace one that shows the directory below as it is.
+func emptyUpper(v runtime.Volume) error {
+	list, err := os.ReadDir(v.Path)
+	if err != nil {
+		return err
+	}
+	for _, e := range list {
+		if err := os.RemoveAll(filepath.Join(v.Path, e.Name())); err != nil {
+			return err
+		}
+	}
+	return apply.TakeAfter(v.Path, v.Lower)
+}
+
+// errTried ends a fork that was made only for a validator, so that it is rolled back.
+var errTried = errors.New("the validator has ended")
+
+// validate runs a validator in a fork of a checkpoint, once lay has laid out the workspaces of the
+// fork. The fork has the files of the checkpoint and none of its processes, and stays under way all
+// the time: if this process is killed, the next command removes it.
+func (rs *restores) validate(
+	ctx context.Context, row store.Checkpoint, v validator, lay func(context.Context, runtime.Container) error,
+) (out runtime.Validated, err error) {
+	out = runtime.Validated{Name: v.Name, From: v.from}
+	var id string
+	try := trial{
+		files: true, offline: v.Network == policy.ValidatorNone,
+		change: func(s *runtime.Spec) { validates(s, row, v) },
+		look: func(_ context.Context, r *restoration) error {
+			id = r.sb.ID
+			if err := errors.Join(lay(ctx, r.c), failpoint.Hit("validate.before-run")); err != nil {
+				return err
+			}
+			if err := rs.runValidator(ctx, r, v, &out); err != nil {
+				return err
+			}
+			return errors.Join(errTried, failpoint.Hit("validate.after-run"))
+		},
+	}
+	_, err = rs.forkOne(ctx, row, "", runtime.ForkOptions{Count: 1, FilesOnly: true}, nil, &try)
+	if id != "" { // the rollback may have failed
+		if _, gone := rs.store.Sandbox(context.WithoutCancel(ctx), id); !errors.Is(gone, runtime.ErrNotFound) {
+			return out, hint(fmt.Errorf("its sandbox %s is not removed: %w", short(id), err), "agentbox rm -f "+short(id))
+		}
+	}
+	if out.Exit == nil || !errors.Is(err, errTried) {
+		return out, err
+	}
+	return out, nil
+}
+
+// validates makes the spec of a fork that of a validator: it runs nothing else, has no secrets, and
+// what is shared with other sandboxes is read-only.
+func validates(s *runtime.Spec, row store.Checkpoint, v validator) {
+	s.Name = row.SandboxName[:min(len(row.SandboxName), 40)] + "-validate-" + s.ID[:6]
+	s.Args, s.Workdir, s.Terminal, s.OpenStdin = v.Run, v.dir, false, false
+	s.AutoRemove, s.Restart, s.Lifetime, s.CheckpointEvery = false, runtime.Restart{}, runtime.Lifetime{}, ""
+	s.Steps, s.Secrets = runtime.StepsOff, nil
+	s.Labels = map[string]string{runtime.LabelValidates: row.SandboxID}
+	s.Mounts = slices.Clone(s.Mounts)
+	for i := range s.Mounts {
+		if t := s.Mounts[i].Type; t == "bind" || t == "volume" {
+			s.Mounts[i].ReadOnly = true
+		}
+	}
+}
+
+// runValidator starts the sandbox of a validator, and waits until it has ended or its time is over.
+func (rs *restores) runValidator(ctx context.Context, r *restoration, v validator, out *runtime.Validated) error {
+	if err := r.c.Stage.AllowCreate(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, v.Timeout)
+	defer cancel()
+	began, said := time.Now(), new(tail)
+	ended := func(exit int) {
+		out.Exit, out.Took, out.Output = &exit, time.Since(began), said.String()
+	}
+	serve, err := r.sb.host.Start(ctx, r.sb.ID, runtime.StartOptions{
+		Env: identity(r.spec, 1), Streams: &runtime.Streams{Stdout: said, Stderr: said},
+	})
+	var exec *runtime.ExecError
+	if errors.As(err, &exec) {
+		_, _ = said.Write([]byte(err.Error())) // never fails
+		ended(exec.Code)
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	served := guard.Start(serve)
+	exit, err := r.sb.host.Wait(ctx, r.sb.ID)
+	if out.TimedOut = errors.Is(ctx.Err(), context.DeadlineExceeded); err != nil && !out.TimedOut {
+		return err
+	}
+	if err := r.sb.host.Stop(context.WithoutCancel(ctx), r.sb.ID, runtime.StopOptions{}); err != nil {
+		return err
+	}
+	select {
+	case err = <-served:
+		if err != nil && !out.TimedOut {
+			return fmt.Errorf("read its output: %w", err)
+		}
+	case <-time.After(drainWait): // what it printed last is missing
+	}
+	ended(exit)
+	return nil
+}
+
+// tail keeps the end of what is written to it.
+type tail struct {
+	mu   sync.Mutex
+	kept []byte
+	lost bool
+}
+
+func (t *tail) Write(p []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.kept = append(t.kept, p[max(0, len(p)-maxSaid):]...)
+	if over := len(t.kept) - maxSaid; over > 0 {
+		t.kept, t.lost = append(t.kept[:0], t.kept[over:]...), true
+	}
+	t.lost = t.lost || len(p) > maxSaid
+	return len(p), nil
+}
+
+// String returns what is kept, from the beginning of a line if the beginning is lost.
+func (t *tail) String() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	kept := t.kept
+	if t.lost {
+		if i := bytes.IndexByte(kept, '\n'); i >= 0 {
+			kept = kept[i+1:]
+		}
+		kept = append([]byte("...\n"), kept...)
+	}
+	return fault.Printable(strings.ToValidUTF8(string(kept), "\ufffd"))
+}
