@@ -15,6 +15,7 @@ import (
 // and the directory's own .agentbox.yaml have it by the same keys, and both count.
 type Apply struct {
 	Validators []Validator // in the order in which they run
+	Approve    Approve
 }
 
 // Validator is a command that judges the result of an apply before it reaches the directory. It runs
@@ -42,7 +43,14 @@ const (
 )
 
 // applyKeys are the keys of Apply.
-var applyKeys = []key{validatorsKey()}
+var applyKeys = []key{
+	validatorsKey(),
+	atMost("apply.approve.at", func(r *Rules) *int64 { return &r.Apply.Approve.At }, parseRisk, countOf),
+	atMost("apply.approve.expires", func(r *Rules) *time.Duration {
+		return &r.Apply.Approve.Expires
+	}, parseApproval, ageOf),
+	approvePathsKey(),
+}
 
 // ParseApply reads the value of the key apply of a .agentbox.yaml.
 func ParseApply(n *yaml.Node) (Apply, []*Problem) {
@@ -51,13 +59,26 @@ func ParseApply(n *yaml.Node) (Apply, []*Problem) {
 	return d.rules.Apply, problems
 }
 
-// With returns what both rules ask for.
+// With returns what both rules ask for: the validators of both, and the stricter rule of approval.
 func (a Apply) With(o Apply) Apply {
-	return Apply{Validators: slices.Concat(a.Validators, o.Validators)}
+	stricter := func(x, y int64) int64 {
+		if x == 0 || y != 0 && y < x {
+			return y
+		}
+		return x
+	}
+	return Apply{
+		Validators: slices.Concat(a.Validators, o.Validators),
+		Approve: Approve{
+			At:      stricter(a.Approve.At, o.Approve.At),
+			Expires: time.Duration(stricter(int64(a.Approve.Expires), int64(o.Approve.Expires))),
+			Paths:   union(a.Approve.Paths, o.Approve.Paths),
+		},
+	}
 }
 
 // Asks reports whether the rules ask for anything.
-func (a Apply) Asks() bool { return len(a.Validators) > 0 }
+func (a Apply) Asks() bool { return len(a.Validators) > 0 || a.Approve.Asks() }
 
 func (v Validator) equal(o Validator) bool {
 	return v.Name == o.Name && v.Timeout == o.Timeout && v.Network == o.Network && slices.Equal(v.Run, o.Run)

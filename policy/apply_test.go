@@ -94,3 +94,71 @@ func TestValidatorsRefused(t *testing.T) {
 		}
 	}
 }
+
+// TestApprove: of two rules the stricter one counts, and a policy cannot be laxer than its base.
+func TestApprove(t *testing.T) {
+	f := finder(t, map[string]string{
+		"base":   "apply: {approve: {at: 5, expires: 1h, paths: [a]}}\n",
+		"same":   "base: base\n",
+		"strict": "base: base\napply: {approve: {at: 3, expires: 1m, paths: [b, a]}}\n",
+		"more":   "base: base\napply: {approve: {at: 6}}\n",
+		"longer": "base: base\napply: {approve: {expires: 2h}}\n",
+	})
+	for name, want := range map[string]Approve{
+		"base": {5, time.Hour, []string{"a"}}, "same": {5, time.Hour, []string{"a"}},
+		"strict": {3, time.Minute, []string{"a", "b"}},
+	} {
+		p, err := f.Find(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d := cmp.Diff(want, p.Rules.Apply.Approve); d != "" {
+			t.Errorf("%s: %s", name, d)
+		}
+		again, err := ParseCanonical(name, p.Rules.Canonical())
+		if err != nil || again.Rules.Digest() != p.Rules.Digest() {
+			t.Errorf("%s: %+v, %v", name, again, err)
+		}
+	}
+	for name, want := range map[string]string{"more": "6 is more than 5", "longer": "2h is more than 1h"} {
+		if _, err := f.Find(name); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %s", name, err, want)
+		}
+	}
+	for text, want := range map[string]string{
+		"apply: {approve: {at: 0}}":           "is no risk from 1 to 1000",
+		"apply: {approve: {at: 1001}}":        "is no risk from 1 to 1000",
+		"apply: {approve: {expires: 8d}}":     "is more than",
+		"apply: {approve: {paths: [/etc]}}":   "relative to the directory",
+		"apply: {approve: {paths: [a/../b]}}": "relative to the directory",
+		"apply: {approve: {paths: ['[']}}":    "wrong [class]",
+		"apply: {approve: {paths: infra}}":    "not a list",
+		"apply: {approve: {who: me}}":         "unknown key \"apply.approve.who\"",
+		"apply: {approve: [1]}":               "apply.approve: not a mapping",
+	} {
+		_, err := (Finder{}).Resolve("p", []byte(text))
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %s", text, err, want)
+		}
+	}
+	one := Apply{Approve: Approve{At: 5, Paths: []string{"a"}}}
+	two := Apply{Approve: Approve{At: 7, Expires: time.Hour, Paths: []string{"b"}}}
+	want := Approve{5, time.Hour, []string{"a", "b"}}
+	for _, got := range []Apply{one.With(two), {Approve: want}} {
+		if d := cmp.Diff(want, got.Approve); d != "" || !got.Asks() {
+			t.Error(d)
+		}
+	}
+	if (Apply{}).With(Apply{}).Asks() {
+		t.Error("no rules ask for something")
+	}
+	a := Approve{Paths: []string{"infra", "*.sql", "src/**/x", "docs/*"}}
+	for rel, want := range map[string]string{
+		"infra": "infra", "infra/a/b": "infra", "infrared": "", "a.sql": "*.sql", "d/a.sql": "", "src/x": "src/**/x",
+		"src/a/b/x": "src/**/x", "src/a/b": "", "docs/a": "docs/*", "docs/a/b": "docs/*", "docs": "", "": "", ".": "",
+	} {
+		if got := a.Covers(rel); got != want {
+			t.Errorf("%s: %q, want %q", rel, got, want)
+		}
+	}
+}

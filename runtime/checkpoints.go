@@ -371,6 +371,42 @@ type Applied struct {
 	Merged     []string           `json:"merged,omitempty"` // paths of files that both sides had changed
 	// The validators of workspaces, in order: of a dry run those that would run.
 	Validators []Validated `json:"validators,omitempty"`
+	// Risk rates the changes of workspaces; nil: there are none.
+	Risk *Risk `json:"risk,omitempty"`
+	// Approval is what a person has to approve, or has approved; nil: the apply needs no approval.
+	Approval *Approval `json:"approval,omitempty"`
+}
+
+// Risk rates what an Apply changes by a fixed table of reasons.
+type Risk struct {
+	Score   int          `json:"score"` // the sum of the points
+	Reasons []RiskReason `json:"reasons"`
+}
+
+// RiskReason is one reason of a risk.
+type RiskReason struct {
+	Text   string `json:"text"` // such as "deletes 40 files"
+	Points int    `json:"points"`
+}
+
+// Approval is the request to let one Apply pass: just the changes that it names. It is granted by a
+// person, and used up by the Apply.
+type Approval struct {
+	ID          string    `json:"id"`   // the beginning of Plan
+	Plan        string    `json:"plan"` // a SHA-256 digest, in hex, of all that the Apply would do
+	Sandbox     string    `json:"sandbox"`
+	SandboxName string    `json:"sandbox_name"`
+	Checkpoint  string    `json:"checkpoint"`
+	Originals   []string  `json:"originals"` // the directories
+	Changes     int       `json:"changes"`   // how many
+	Some        []string  `json:"some"`      // the first of them, such as "M /work/go.mod"
+	Risk        Risk      `json:"risk"`
+	Why         []string  `json:"why"` // the rules that ask for it
+	Asked       time.Time `json:"asked"`
+	Approved    time.Time `json:"approved,omitzero"`
+	Expires     time.Time `json:"expires"` // the request or, once it is granted, the approval
+	// Lasts is how long an approval counts.
+	Lasts time.Duration `json:"lasts_ns"`
 }
 
 // Validated is a validator of an Apply, and its result.

@@ -17,4 +17,5 @@ var (
 	ErrCorrupt     = fault.ErrCorrupt     // stored data does not match its digest
 	ErrBusy        = fault.ErrBusy        // another verb holds the sandbox
 	ErrInvalid     = fault.ErrInvalid     // an argument is invalid
+	ErrApproval    = fault.ErrApproval    // a person has to approve it first
 )

@@ -12,6 +12,11 @@ type HostService interface {
 	// Apply copies a sandbox's changes into the directory that it is layered over, or
 	// undoes the last Apply: all changes or none.
 	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
+	// Approvals lists the applies that a person has to approve, newest first.
+	Approvals(ctx context.Context) ([]Approval, error)
+	// Approve lets the apply with an id pass, once and until it expires. The id may be
+	// shortened.
+	Approve(ctx context.Context, id string) (Approval, error)
 	// AddEffect records that a sandbox has just done something outside itself. A
 	// restore to an earlier checkpoint compensates it.
 	AddEffect(ctx context.Context, sandbox string, req EffectRequest) (Effect, error)

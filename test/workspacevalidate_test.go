@@ -72,8 +72,8 @@ func TestApplyValidators(t *testing.T) {
 	onlySandboxes(b, "s")
 	list := b.audited("--verb", "apply")
 	last := list[len(list)-1]
-	if last.Outcome != "denied" || len(last.Text) != 5 || last.Text[4] != "validator test -f fixed || { echo it is not "+
-		"fixed; exit 3; }: exit code 3" || last.Text[3] != "validator again: exit code 0" {
+	if last.Outcome != "denied" || len(last.Text) != 6 || last.Text[5] != "validator test -f fixed || { echo it is not "+
+		"fixed; exit 3; }: exit code 3" || last.Text[4] != "validator again: exit code 0" {
 		t.Errorf("on record: %+v", last)
 	}
 

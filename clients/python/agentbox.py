@@ -31,7 +31,7 @@ import uuid
 
 __all__ = [
     "Client", "Session", "Sandbox", "Completed", "Readiness", "Error", "NotFound", "Exists", "State", "Denied",
-    "Unsupported", "Corrupt", "Busy", "Invalid", "Canceled", "Deadline", "Detached", "Internal", "Lost",
+    "Unsupported", "Approval", "Corrupt", "Busy", "Invalid", "Canceled", "Deadline", "Detached", "Internal", "Lost",
 ]
 
 _log = logging.getLogger("agentbox")
@@ -82,6 +82,10 @@ class Unsupported(Error):
     code = "unsupported"
 
 
+class Approval(Error):
+    code = "approval"
+
+
 class Corrupt(Error):
     code = "corrupt"
 
@@ -120,7 +124,7 @@ class Lost(Error):
     code = "lost"
 
 
-_classes = {c.code: c for c in (NotFound, Exists, State, Denied, Unsupported, Corrupt, Busy, Invalid, Canceled, Deadline, Detached, Internal)}
+_classes = {c.code: c for c in (NotFound, Exists, State, Denied, Unsupported, Approval, Corrupt, Busy, Invalid, Canceled, Deadline, Detached, Internal)}
 
 
 def _error(problem):
@@ -591,7 +595,8 @@ class Sandbox:
 
         Of workspaces, what comes is what a checkpoint has, and one is taken unless it is named;
         paths limits it. State is raised if both sides have changed something, Denied for what
-        must be allowed by name. Returns the service's report: "changes", "conflicts", "merged",
+        must be allowed by name or what a validator refuses, Approval for what a person has to
+        approve first. Returns the service's report: "changes", "conflicts", "merged",
         "checkpoint" and so on. options are further members of ApplyOptions, like dry_run, undo,
         workspace, markers, ours, theirs and allow.
         """

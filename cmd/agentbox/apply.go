@@ -121,7 +121,8 @@ mode, owner and target of each.
 
 Validators, which the directory's .agentbox.yaml and the sandbox's policy can have, judge the
 result in forks of the sandbox first: if one fails, nothing is applied and its output is shown
-(docs/workspace.md).
+(docs/workspace.md). They can also have a person approve what has a certain risk: a terminal asks, or
+it ends with exit code 9 and names the command, 'agentbox approve ID'.
 
 A volume comes as a whole and has no changes afterwards; it must not be in use. A
 file that was changed in the directory after the volume changed its own, as far as the times
@@ -139,7 +140,7 @@ copies, so that one of several names of a file comes back as a file of its own.
 It prints the changes as 'agentbox diff' does (A, M, D, T); with --format json one object: sandbox,
 sandbox_name, original, dry_run, undone, changes, conflicts, refused, and of workspaces
 checkpoint, workspaces (path, original), merged, validators (name, from, exit, timed_out, took_ns,
-output).`,
+output), risk (score, reasons), approval.`,
 		Example: `  agentbox apply                           # in the directory of a workspace
   agentbox apply @HEAD~1 -- src
   agentbox apply --undo
@@ -148,9 +149,10 @@ output).`,
   agentbox apply c@HEAD~1 -- /work/src /work/README
   agentbox apply --markers c
   agentbox apply --allow /work/.git/hooks/pre-commit c
+  agentbox approve --list
   agentbox apply volume://ws`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
-			exitDenied, exitUnsupported),
+			exitDenied, exitUnsupported, exitApproval),
 		Args: func(cmd *cobra.Command, list []string) error {
 			names, _ := splitPaths(cmd, list)
 			return args(0, 1)(cmd, names)
@@ -216,6 +218,11 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 		if err := confirmApply(ctx, opts, plan, a.stdin, a.stderr); err != nil {
 			return err
 		}
+		if needsApproval(plan) {
+			if _, err := svc.Approve(ctx, plan.Approval.ID); err != nil {
+				return err
+			}
+		}
 		shown = true
 	}
 	out, err := runApply(ctx, opts, what, svc, a.stdout, a.stderr, shown)
@@ -240,7 +247,10 @@ func confirmApply(
 	if err := printApplied(plan, stderr, false); err != nil {
 		return err
 	}
-	printValidators(plan, stderr)
+	printPasses(plan, stderr)
+	if needsApproval(plan) {
+		return confirmApproval(ctx, *plan.Approval, stdin, stderr)
+	}
 	fmt.Fprint(stderr, printable(fmt.Sprintf("Apply %s to %s? [y/N] ",
 		countText(int64(len(plan.Changes)), "change"), originals(plan))))
 	return confirmed(ctx, stdin, stderr, "nothing was applied")
@@ -269,7 +279,7 @@ func runApply(
 	if !shown {
 		warnApply(opts, out, stderr)
 	}
-	printValidators(out, stderr)
+	printPasses(out, stderr)
 	if isTerminalWriter(stderr) {
 		s := fmt.Sprintf("%s in %s", countText(int64(len(out.Changes)), "change"), originals(out))
 		switch {

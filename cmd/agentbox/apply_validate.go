@@ -8,15 +8,23 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// printValidators says which validators an apply has passed, or would have to.
-func printValidators(out runtime.Applied, to io.Writer) {
-	for _, v := range out.Validators {
-		text := fmt.Sprintf("validator %q of %s ", v.Name, v.From)
-		if v.Exit == nil {
-			text += "has to pass"
-		} else {
-			text += "passed in " + v.Took.Round(time.Millisecond).String()
+// printPasses says what an apply has passed, or would have to: its risk, an approval and validators.
+func printPasses(out runtime.Applied, to io.Writer) {
+	say := func(format string, args ...any) { fmt.Fprintln(to, printable(fmt.Sprintf(format, args...))) }
+	planned := out.DryRun
+	if planned && out.Risk != nil && out.Risk.Score > 0 {
+		say("%s", riskText(*out.Risk))
+	}
+	if planned && needsApproval(out) {
+		for _, why := range out.Approval.Why {
+			say("%s: agentbox approve %s", oneLine(why), out.Approval.ID)
 		}
-		fmt.Fprintln(to, printable(text))
+	}
+	for _, v := range out.Validators {
+		how := "has to pass"
+		if v.Exit != nil {
+			how = "passed in " + v.Took.Round(time.Millisecond).String()
+		}
+		say("validator %q of %s %s", v.Name, v.From, how)
 	}
 }

@@ -26,6 +26,7 @@ const (
 	exitCorrupt     = exitcode.Corrupt
 	exitDenied      = exitcode.Denied
 	exitUnsupported = exitcode.Unsupported
+	exitApproval    = exitcode.Approval
 
 	// of run, exec, and of start and attach while attached
 	exitAgentbox      = 125
@@ -47,6 +48,7 @@ var exitMeaning = map[int]string{
 	exitCorrupt:       "stored data does not match its digest",
 	exitDenied:        "not allowed; not root",
 	exitUnsupported:   "this host or its runtime cannot do it",
+	exitApproval:      "a person has to approve it first",
 	exitAgentbox:      "agentbox itself failed",
 	exitNotExecutable: "the command cannot be executed",
 	exitNoCommand:     "the command was not found",

@@ -247,6 +247,14 @@ func (f *fakeService) RemoveEffect(_ context.Context, ref, effect string) error 
 	return f.call("RemoveEffect", ref, effect)
 }
 
+func (f *fakeService) Approvals(context.Context) ([]runtime.Approval, error) {
+	return nil, f.simple("Approvals", "")
+}
+
+func (f *fakeService) Approve(_ context.Context, id string) (runtime.Approval, error) {
+	return runtime.Approval{ID: id}, f.simple("Approve", id)
+}
+
 func (f *fakeService) ReleaseHold(_ context.Context, ref string) error {
 	return f.simple("ReleaseHold", ref)
 }

@@ -146,6 +146,11 @@ func confirmPrune(
 
 // confirmed waits for the answer to a question; anything but a yes is the error otherwise.
 func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer, otherwise string) error {
+	return confirmedBy(ctx, stdin, stderr, otherwise, "y", "yes")
+}
+
+// confirmedBy is confirmed by one of some answers.
+func confirmedBy(ctx context.Context, stdin *os.File, stderr io.Writer, otherwise string, answers ...string) error {
 	answer := make(chan string, 1)
 	go func() {
 		s, _ := bufio.NewReader(stdin).ReadString('\n')
@@ -153,8 +158,7 @@ func confirmed(ctx context.Context, stdin *os.File, stderr io.Writer, otherwise 
 	}()
 	select {
 	case s := <-answer:
-		switch strings.ToLower(strings.TrimSpace(s)) {
-		case "y", "yes":
+		if slices.Contains(answers, strings.ToLower(strings.TrimSpace(s))) {
 			return nil
 		}
 		return errors.New(otherwise)

@@ -209,7 +209,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newCpCommand(a), newCatCommand(a), newLsCommand(a), newFindCommand(a), newMCPCommand(a),
 		newUpdateCommand(a), newEventsCommand(a), newReleaseCommand(a), newLeaseCommand(a), newGroupCommand(a))
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newUndoCommand(a), newRedoCommand(a), newForkCommand(a), newLogCommand(a),
-		newDiffCommand(a), newApplyCommand(a), newEffectCommand(a),
+		newDiffCommand(a), newApplyCommand(a), newApproveCommand(a), newEffectCommand(a),
 		newVerifyCommand(a), newPruneCommand(a), newDfCommand(a), newStoreCommand(a))
 	add(groupImage, newImageCommand(a), newCommitCommand(a))
 	add(groupHost, newDoctorCommand(a), newSetupCommand(a), newRecoverCommand(a), newVersionCommand(a),

@@ -19,6 +19,7 @@ const (
 	Corrupt     = 6
 	Denied      = 7
 	Unsupported = 8
+	Approval    = 9
 )
 
 // Of returns the code of the first error in err's tree that has one, depth first: of joined
@@ -56,6 +57,8 @@ func find(err error) int {
 		return Denied
 	case fault.ErrUnsupported:
 		return Unsupported
+	case fault.ErrApproval:
+		return Approval
 	}
 	if many, ok := err.(interface{ Unwrap() []error }); ok {
 		for _, e := range many.Unwrap() {

@@ -23,6 +23,7 @@ var (
 	ErrCorrupt     = errors.New("corrupt")
 	ErrBusy        = errors.New("busy")
 	ErrInvalid     = errors.New("invalid argument")
+	ErrApproval    = errors.New("needs approval")
 )
 
 // Error says which verb failed on which object, why, and what to do about it.

@@ -36,6 +36,7 @@ apply:
   validators:
     - make test
     - {name: lint, run: [make, lint], timeout: 1m, network: sandbox}
+  approve: {at: 5, expires: 2d, paths: [infra, "*.sql"]}
 `
 
 func TestParse(t *testing.T) {
@@ -51,7 +52,7 @@ func TestParse(t *testing.T) {
 		Apply: policy.Apply{Validators: []policy.Validator{
 			{Name: "make test", Run: []string{"sh", "-c", "make test"}, Timeout: 10 * time.Minute, Network: "none"},
 			{Name: "lint", Run: []string{"make", "lint"}, Timeout: time.Minute, Network: "sandbox"},
-		}},
+		}, Approve: policy.Approve{At: 5, Expires: 48 * time.Hour, Paths: []string{"infra", "*.sql"}}},
 	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Error(d)
@@ -238,6 +239,7 @@ func TestSchema(t *testing.T) {
 		"secrets: {a: 'env:'}\n", "env: {A=b: c}\n", "secrets: {a/b: 'env:A'}\n", "secrets: {a: 'file:b'}\n",
 		"apply: {}\n", "apply: {validators: []}\n", "apply: {validators: [a, [b, c]]}\n", "apply: []\n",
 		"apply: {validators: a}\n", "apply: {validators: [1]}\n", "apply: {validators: [[]]}\n", "apply: {hooks: []}\n",
+		"apply: {approve: {at: 0}}\n", "apply: {approve: {paths: ['']}}\n", "apply: {approve: {by: me}}\n",
 		"apply: {validators: [{run: a, network: none, timeout: 5m, name: b}]}\n", "apply: {validators: [{name: a}]}\n",
 		"apply: {validators: [{run: a, network: host}]}\n", "apply: {validators: [{run: a, on: b}]}\n",
 	} {

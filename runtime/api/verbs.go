@@ -336,6 +336,16 @@ func (c hostCalls) Apply(ctx context.Context, sandbox string, opts runtime.Apply
 	return do[runtime.Applied](ctx, c.conn, at("sandboxes", sandbox, "apply"), opts, nil)
 }
 
+// Approvals lists the applies that a person has to approve.
+func (c hostCalls) Approvals(ctx context.Context) ([]runtime.Approval, error) {
+	return all[runtime.Approval](ctx, c.conn, at("approvals"), nil)
+}
+
+// Approve lets an apply pass, once.
+func (c hostCalls) Approve(ctx context.Context, id string) (runtime.Approval, error) {
+	return do[runtime.Approval](ctx, c.conn, at("approvals", id, "approve"), nil, nil)
+}
+
 // Diff returns the changes between two states.
 func (c checkpointCalls) Diff(ctx context.Context, req runtime.DiffRequest) (runtime.Diff, error) {
 	return do[runtime.Diff](ctx, c.conn, at("diff"), req, nil)

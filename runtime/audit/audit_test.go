@@ -338,6 +338,7 @@ type reads interface {
 	Effects(ctx context.Context, sandbox string, all bool) ([]runtime.Effect, error)
 	Lease(ctx context.Context, lease string) (runtime.Lease, error)
 	Leases(ctx context.Context, all bool) ([]runtime.Lease, error)
+	Approvals(ctx context.Context) ([]runtime.Approval, error)
 	Policies(ctx context.Context) ([]runtime.PolicyEntry, error)
 	Policy(ctx context.Context, name string) (*policy.Policy, error)
 	Close() error

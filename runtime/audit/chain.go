@@ -90,7 +90,7 @@ type Record struct {
 	Effects  []string `json:"effects,omitempty"` // restore: ids of the effects it compensated, and the outcome
 	Undid    *Range   `json:"undid,omitempty"`   // restore: what was done to the sandbox by these is undone
 	Outcome  string   `json:"outcome,omitempty"` // end: "ok", or the code of the error
-	Text     []string `json:"text,omitempty"`    // recover: what it did; apply: what its validators said
+	Text     []string `json:"text,omitempty"`    // recover: what it did; apply: its risk, and what it had to pass
 	Why      string   `json:"why,omitempty"`     // of what agentbox does by itself: the lease, the limit, the policy
 
 	Torn    int    `json:"torn,omitempty"`    // bytes of a record before this one that a crash has cut short

@@ -66,7 +66,7 @@ var outcomes = []struct {
 	code string
 }{
 	{fault.ErrNotFound, "not_found"}, {fault.ErrExists, "exists"}, {fault.ErrState, "state"},
-	{fault.ErrDenied, "denied"}, {fault.ErrUnsupported, "unsupported"},
+	{fault.ErrDenied, "denied"}, {fault.ErrUnsupported, "unsupported"}, {fault.ErrApproval, "approval"},
 	{fault.ErrCorrupt, "corrupt"}, {fault.ErrBusy, "busy"}, {fault.ErrInvalid, "invalid"},
 	{runtime.ErrDetached, "detached"},
 	{context.Canceled, "canceled"}, {context.DeadlineExceeded, "deadline"},

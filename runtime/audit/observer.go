@@ -83,6 +83,11 @@ func (r *Record) came(l *Log, op *runtime.Op, err error) {
 		}
 	case runtime.Applied:
 		r.applied(out)
+	case runtime.Approval:
+		if err == nil {
+			r.To, r.Sandbox, r.Name, r.Checkpoint = out.ID, out.Sandbox, Clip(out.SandboxName), out.Checkpoint
+			r.Text = some(r.Text, fmt.Sprintf("risk %d", out.Risk.Score))
+		}
 	case runtime.Effect:
 		r.To = out.ID
 	case runtime.Lease:
@@ -135,6 +140,16 @@ func (r *Record) restored(l *Log, out runtime.Restored) {
 // applied records what an apply had to pass, also if it did not.
 func (r *Record) applied(out runtime.Applied) {
 	r.Checkpoint = out.Checkpoint
+	if out.Risk != nil {
+		r.Text = some(r.Text, fmt.Sprintf("risk %d", out.Risk.Score))
+	}
+	if out.Approval != nil {
+		state := "approved"
+		if out.Approval.Approved.IsZero() {
+			state = "not approved"
+		}
+		r.Text = some(r.Text, "approval "+out.Approval.ID+": "+state)
+	}
 	for _, v := range out.Validators {
 		switch {
 		case v.Exit == nil: // a dry run

@@ -349,10 +349,10 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 	if w.rules, err = w.readRules(s); err != nil {
 		return out, err
 	}
+	home.Review = func(ctx context.Context, staged *apply.Staged) error { return w.review(ctx, staged, opts, &out) }
+	home.Begin = func() error { return w.begin(ctx, out) }
 	if opts.DryRun {
 		out.Validators = w.rules.planned()
-	} else if w.rules.Asks() {
-		home.Review = func(ctx context.Context, staged *apply.Staged) error { return w.validate(ctx, staged, &out) }
 	}
 	return out, apply.Run(ctx, home, list, opts, &out)
 }

@@ -80,6 +80,86 @@ func readProject(dir string) (project.File, error) {
 	return project.Parse(data)
 }
 
+// review rates an apply that is planned, and has it pass what the rules ask for: the approval of a
+// person, then the validators.
+func (w *workspaces) review(
+	ctx context.Context, s *apply.Staged, opts runtime.ApplyOptions, out *runtime.Applied,
+) error {
+	removed, err := s.Removed(ctx)
+	if err != nil {
+		return err
+	}
+	places := w.home().Places
+	risk := apply.RiskOf(places, out.Changes, removed)
+	out.Risk = &risk
+	why := w.rules.approvalOf(risk, places, out.Changes, removed)
+	if len(why) > 0 {
+		if out.Approval, err = w.ask(ctx, s, *out, why); err != nil {
+			return err
+		}
+		if !opts.DryRun && out.Approval.Approved.IsZero() {
+			return notApproved(*out.Approval, strings.Join(why, "; "))
+		}
+	}
+	if opts.DryRun {
+		return nil
+	}
+	return w.validate(ctx, s, out)
+}
+
+// begin uses up the approval of an apply that is about to change its directories.
+func (w *workspaces) begin(ctx context.Context, out runtime.Applied) error {
+	if out.Approval == nil {
+		return nil
+	}
+	return w.approvals().use(ctx, *out.Approval)
+}
+
+// approvalOf says why a person has to approve an apply; none: no rule asks for it.
+func (r applyRules) approvalOf(
+	risk runtime.Risk, places []apply.Place, list []runtime.Change, removed []string,
+) (why []string) {
+	if r.Approve.At > 0 && int64(risk.Score) >= r.Approve.At {
+		why = append(why, fmt.Sprintf("its risk is %d, and from %d on a person has to approve it", risk.Score,
+			r.Approve.At))
+	}
+	paths := slices.Clone(removed)
+	for _, c := range list {
+		paths = append(paths, apply.PathOf(c))
+	}
+	for _, p := range paths {
+		if rule := r.Approve.Covers(apply.RelativeTo(places, p)); rule != "" {
+			return append(why, fmt.Sprintf("it changes %s, which apply.approve.paths has (%s)", p, rule))
+		}
+	}
+	return why
+}
+
+// ask asks for the approval of an apply, or finds it.
+func (w *workspaces) ask(
+	ctx context.Context, s *apply.Staged, out runtime.Applied, why []string,
+) (*runtime.Approval, error) {
+	plan, err := s.Sum(ctx)
+	if err != nil {
+		return nil, err
+	}
+	a := runtime.Approval{
+		Plan: plan, Sandbox: w.sb.ID, SandboxName: w.sb.Name, Checkpoint: w.row.ID, Changes: len(out.Changes),
+		Risk: *out.Risk, Why: why, Lasts: w.rules.Approve.Expires, Some: []string{},
+	}
+	if a.Lasts == 0 {
+		a.Lasts = policy.DefaultApproval
+	}
+	for _, at := range out.Workspaces {
+		a.Originals = append(a.Originals, at.Original)
+	}
+	for _, c := range out.Changes[:min(len(out.Changes), maxSome)] {
+		a.Some = append(a.Some, c.Change+" "+c.Path)
+	}
+	a, err = w.approvals().ask(ctx, a)
+	return &a, err
+}
+
 // planned lists validators that are yet to run.
 func (r applyRules) planned() (list []runtime.Validated) {
 	for _, v := range r.validators {

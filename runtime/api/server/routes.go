@@ -73,7 +73,7 @@ func isSet(q url.Values, name string) bool {
 
 func (h *Handler) routes() []route {
 	return slices.Concat(h.sandboxRoutes(), h.fileRoutes(), h.checkpointRoutes(), h.effectRoutes(), h.storeRoutes(),
-		h.imageRoutes(), h.leaseRoutes(), h.healthRoutes())
+		h.imageRoutes(), h.leaseRoutes(), h.approvalRoutes(), h.healthRoutes())
 }
 
 func (h *Handler) sandboxRoutes() []route {

@@ -460,7 +460,7 @@ func (r route) withProgress(event any) route {
 
 // ref returns the name in the path of a request.
 func ref(r *http.Request) string {
-	for _, name := range []string{"sandbox", "checkpoint", "image", "lease"} {
+	for _, name := range []string{"sandbox", "checkpoint", "image", "lease", "approval"} {
 		if v := r.PathValue(name); v != "" {
 			return v
 		}

@@ -56,6 +56,7 @@ var Codes = []struct {
 	{fault.ErrCorrupt, "corrupt", http.StatusInternalServerError},
 	{fault.ErrBusy, "busy", http.StatusLocked},
 	{fault.ErrInvalid, "invalid", http.StatusBadRequest},
+	{fault.ErrApproval, "approval", http.StatusForbidden},
 	{runtime.ErrDetached, "detached", http.StatusConflict},
 	{context.Canceled, "canceled", http.StatusServiceUnavailable},
 	{context.DeadlineExceeded, "deadline", http.StatusGatewayTimeout},

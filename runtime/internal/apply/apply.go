@@ -76,7 +76,11 @@ type Home struct {
 
 	// Review is asked once an apply is planned, and nothing is staged: its error ends the apply. What
 	// it has judged is what is applied, or nothing is. Nil: none.
+	// Of a dry run it is asked, too, if all could be applied.
 	Review func(ctx context.Context, s *Staged) error
+	// Begin is called once what comes is staged, before a directory is touched; its error ends the
+	// apply. Nil: nothing is called.
+	Begin func() error
 }
 
 // OfWorkspaces is the Home of a sandbox's workspaces, which is kept in dir.
@@ -234,7 +238,7 @@ func Run(
 		}
 	}
 	if opts.DryRun {
-		return nil
+		return t.dry(ctx, out, opts)
 	}
 	if err := refusal(t.names(), out.Refused); err != nil {
 		return err
@@ -251,6 +255,17 @@ func Run(
 		}
 	}
 	return t.apply(ctx)
+}
+
+// dry has a dry run reviewed, unless it could not be applied as it is.
+func (t *txn) dry(ctx context.Context, out *runtime.Applied, opts runtime.ApplyOptions) error {
+	if t.home.Review == nil || len(out.Refused) > 0 || t.conflicting(opts.Force || opts.Theirs) != nil {
+		return nil
+	}
+	if t.idle(); len(t.parts) == 0 {
+		return nil
+	}
+	return t.home.Review(ctx, &Staged{t})
 }
 
 // idle leaves out the parts that have nothing to do.

@@ -175,6 +175,9 @@ func (g *gate) show(changes []runtime.Change) []runtime.Change {
 	return out
 }
 
+// PathOf returns the path of a change, also one that is no text.
+func PathOf(c runtime.Change) string { return rawPath(c) }
+
 func rawPath(c runtime.Change) string {
 	if b, err := base64.StdEncoding.DecodeString(c.PathB64); err == nil && len(b) > 0 {
 		return string(b)

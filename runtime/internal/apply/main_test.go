@@ -88,7 +88,9 @@ type lab struct {
 	note any
 	same bool // all lie over one directory
 
-	review func() error // called once the result has been looked at; nil: nothing
+	review  func() error // called once the result has been looked at; nil: nothing
+	sum     string       // the digest of the last apply
+	removed []string     // what went with it
 }
 
 func newLab(t tb, place string, n int) (*lab, func()) {
@@ -196,6 +198,9 @@ func (l *lab) run(opts runtime.ApplyOptions, change func(*Change)) (out runtime.
 		return out, err
 	}
 	for i, want := range staged {
+		if opts.DryRun {
+			break
+		}
 		got, err := exact(l.from(i))
 		if err != nil || !maps.Equal(got, want) {
 			return out, fmt.Errorf("%w: the directory is\n%sand was staged as\n%s", err, text(got), text(want))
@@ -205,7 +210,13 @@ func (l *lab) run(opts runtime.ApplyOptions, change func(*Change)) (out runtime.
 }
 
 // look notes what the staged result of an apply shows of each workspace.
-func (l *lab) look(ctx context.Context, s *Staged, to map[int]map[string]string) error {
+func (l *lab) look(ctx context.Context, s *Staged, to map[int]map[string]string) (err error) {
+	if l.sum, err = s.Sum(ctx); err != nil {
+		return err
+	}
+	if l.removed, err = s.Removed(ctx); err != nil {
+		return err
+	}
 	for i := range l.n {
 		if l.same { // another one changes the directory, too
 			break

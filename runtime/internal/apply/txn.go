@@ -80,6 +80,11 @@ func (t *txn) apply(ctx context.Context) (err error) {
 	if err := errors.Join(t.still(ctx), ctx.Err()); err != nil {
 		return err
 	}
+	if t.home.Begin != nil {
+		if err := t.home.Begin(); err != nil {
+			return err
+		}
+	}
 	for _, p := range t.parts {
 		if err := p.seal(false); err != nil {
 			return err
