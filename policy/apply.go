@@ -16,6 +16,7 @@ import (
 type Apply struct {
 	Validators []Validator // in the order in which they run
 	Approve    Approve
+	Canaries   []Canary // in the order in which they come
 }
 
 // Validator is a command that judges the result of an apply before it reaches the directory. It runs
@@ -50,6 +51,7 @@ var applyKeys = []key{
 		return &r.Apply.Approve.Expires
 	}, parseApproval, ageOf),
 	approvePathsKey(),
+	canaryKey(),
 }
 
 // ParseApply reads the value of the key apply of a .agentbox.yaml.
@@ -59,7 +61,8 @@ func ParseApply(n *yaml.Node) (Apply, []*Problem) {
 	return d.rules.Apply, problems
 }
 
-// With returns what both rules ask for: the validators of both, and the stricter rule of approval.
+// With returns what both rules ask for: the validators and canaries of both, and the stricter rule of
+// approval.
 func (a Apply) With(o Apply) Apply {
 	stricter := func(x, y int64) int64 {
 		if x == 0 || y != 0 && y < x {
@@ -74,11 +77,12 @@ func (a Apply) With(o Apply) Apply {
 			Expires: time.Duration(stricter(int64(a.Approve.Expires), int64(o.Approve.Expires))),
 			Paths:   union(a.Approve.Paths, o.Approve.Paths),
 		},
+		Canaries: slices.Concat(a.Canaries, o.Canaries),
 	}
 }
 
 // Asks reports whether the rules ask for anything.
-func (a Apply) Asks() bool { return len(a.Validators) > 0 || a.Approve.Asks() }
+func (a Apply) Asks() bool { return len(a.Validators) > 0 || a.Approve.Asks() || len(a.Canaries) > 0 }
 
 func (v Validator) equal(o Validator) bool {
 	return v.Name == o.Name && v.Timeout == o.Timeout && v.Network == o.Network && slices.Equal(v.Run, o.Run)

@@ -162,3 +162,66 @@ func TestApprove(t *testing.T) {
 		}
 	}
 }
+
+// TestCanaries reads canaries, and has a policy add its own to those of its base.
+func TestCanaries(t *testing.T) {
+	f := finder(t, map[string]string{
+		"base": "apply: {canary: {workspace: /work, check: 'true'}}\n",
+		"more": "base: base\napply: {canary: [{paths: [src, '*.md'], check: [make, x], name: docs, " +
+			"timeout: 1m, network: sandbox}]}\n",
+		"none": "base: base\napply: {canary: []}\n",
+	})
+	base := Canary{
+		Validator: Validator{"true", []string{"sh", "-c", "true"}, 10 * time.Minute, ValidatorNone}, Workspace: "/work",
+	}
+	docs := Canary{
+		Validator: Validator{"docs", []string{"make", "x"}, time.Minute, ValidatorSandbox}, Paths: []string{"src", "*.md"},
+	}
+	for name, want := range map[string][]Canary{"base": {base}, "none": {base}, "more": {base, docs}} {
+		p, err := f.Find(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		again, err := ParseCanonical(name, p.Rules.Canonical())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, rules := range []Rules{p.Rules, again.Rules} {
+			if d := cmp.Diff(want, rules.Apply.Canaries); d != "" || !rules.Apply.Asks() {
+				t.Errorf("%s: %s", name, d)
+			}
+		}
+	}
+	for _, c := range []struct {
+		of             Canary
+		workspace, rel string
+		want           bool
+	}{
+		{base, "/work", "a/b", true}, {base, "/other", "a/b", false},
+		{docs, "/work", "src/a", true}, {docs, "/work", "a.md", true}, {docs, "/work", "a/b.md", false},
+	} {
+		if got := c.of.Takes(c.workspace, c.rel); got != c.want {
+			t.Errorf("%s takes %s of %s: %v", c.of.Name, c.rel, c.workspace, got)
+		}
+	}
+	for text, want := range map[string]string{
+		"apply: {canary: make}":                                                    "write {paths: [PATTERN...], check: COMMAND}",
+		"apply: {canary: {check: a}}":                                              "a canary without paths and workspace",
+		"apply: {canary: {paths: [a]}}":                                            "a canary without check",
+		"apply: {canary: {paths: [], check: a}}":                                   "a canary without paths and workspace",
+		"apply: {canary: {paths: [/a], check: a}}":                                 "apply.canary.paths: ",
+		"apply: {canary: {workspace: a, check: a}}":                                "is no clean, absolute path",
+		"apply: {canary: {workspace: /a/, check: a}}":                              "is no clean, absolute path",
+		"apply: {canary: {paths: [a], run: a}}":                                    "unknown key \"apply.canary.run\"",
+		"apply: {canary: {paths: [a], check: a, timeout: 7h}}":                     "7h is more than 6h",
+		"apply: {canary: {paths: [a], check: a, check: b}}":                        "stands here a second time",
+		"apply: {canary: {paths: [a], paths: [b], check: b}}":                      "stands here a second time",
+		"apply: {canary: {paths: [a], check: a, network: bridge}}":                 "is none of none, sandbox",
+		"apply: {canary: [" + strings.Repeat("{paths: [a], check: a}, ", 5) + "]}": "more than 4",
+	} {
+		_, err := (Finder{}).Resolve("p", []byte(text))
+		if !errors.Is(err, fault.ErrInvalid) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%.60s: %v, want %s", text, err, want)
+		}
+	}
+}

@@ -33,8 +33,10 @@ func (a Approve) Asks() bool { return a.At > 0 || len(a.Paths) > 0 }
 
 // Covers returns the first of the patterns that means a path, or a directory above it; empty: none
 // does. The path is relative to the directory that is applied to.
-func (a Approve) Covers(rel string) string {
-	for _, p := range a.Paths {
+func (a Approve) Covers(rel string) string { return covers(a.Paths, rel) }
+
+func covers(patterns []string, rel string) string {
+	for _, p := range patterns {
 		g, err := ParseGlob(p)
 		for at := rel; err == nil && at != "." && at != "/"; at = path.Dir(at) {
 			if rest, ok := strings.CutPrefix(at, g.Base); ok && g.Match(rest) {

@@ -394,6 +394,9 @@ func (d *document) impossible(base *Policy) (problems []*Problem) {
 	if len(r.Apply.Validators) > maxValidators {
 		bad(fmt.Sprintf("more than %d, those of the base among them", maxValidators), "apply.validators")
 	}
+	if len(r.Apply.Canaries) > maxCanaries {
+		bad(fmt.Sprintf("more than %d, those of the base among them", maxCanaries), "apply.canary")
+	}
 	own := &d.rules
 	for _, l := range []struct {
 		name string

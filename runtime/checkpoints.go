@@ -371,6 +371,8 @@ type Applied struct {
 	Merged     []string           `json:"merged,omitempty"` // paths of files that both sides had changed
 	// The validators of workspaces, in order: of a dry run those that would run.
 	Validators []Validated `json:"validators,omitempty"`
+	// The checks of canaries: of a dry run all that there are, else those of which something has come.
+	Canaries []Validated `json:"canaries,omitempty"`
 	// Risk rates the changes of workspaces; nil: there are none.
 	Risk *Risk `json:"risk,omitempty"`
 	// Approval is what a person has to approve, or has approved; nil: the apply needs no approval.

@@ -89,6 +89,8 @@ var scenesOf = map[string][]string{
 // oci passes, and the tests that break agentbox at each of them.
 var elsewhere = map[string]string{
 	"apply.":                         "workspaceapply_test.go",
+	"apply.after-canary":             "workspacecanary_test.go",
+	"apply.before-canary":            "workspacecanary_test.go",
 	"approve.":                       "workspaceapprove_test.go",
 	"containerd.":                    "containerd/containerd_test.go",
 	"docker.":                        "docker/sandbox_test.go",

@@ -122,7 +122,8 @@ mode, owner and target of each.
 Validators, which the directory's .agentbox.yaml and the sandbox's policy can have, judge the
 result in forks of the sandbox first: if one fails, nothing is applied and its output is shown
 (docs/workspace.md). They can also have a person approve what has a certain risk: a terminal asks, or
-it ends with exit code 9 and names the command, 'agentbox approve ID'.
+it ends with exit code 9 and names the command, 'agentbox approve ID'; and have a part come first,
+the canary, and a check of that before the rest.
 
 A volume comes as a whole and has no changes afterwards; it must not be in use. A
 file that was changed in the directory after the volume changed its own, as far as the times
@@ -140,7 +141,7 @@ copies, so that one of several names of a file comes back as a file of its own.
 It prints the changes as 'agentbox diff' does (A, M, D, T); with --format json one object: sandbox,
 sandbox_name, original, dry_run, undone, changes, conflicts, refused, and of workspaces
 checkpoint, workspaces (path, original), merged, validators (name, from, exit, timed_out, took_ns,
-output), risk (score, reasons), approval.`,
+output), risk (score, reasons), approval, canaries.`,
 		Example: `  agentbox apply                           # in the directory of a workspace
   agentbox apply @HEAD~1 -- src
   agentbox apply --undo

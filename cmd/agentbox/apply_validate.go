@@ -8,7 +8,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// printPasses says what an apply has passed, or would have to: its risk, an approval and validators.
+// printPasses says what an apply has passed, or would have to: its risk, an approval, validators and
+// canaries.
 func printPasses(out runtime.Applied, to io.Writer) {
 	say := func(format string, args ...any) { fmt.Fprintln(to, printable(fmt.Sprintf(format, args...))) }
 	planned := out.DryRun
@@ -20,11 +21,15 @@ func printPasses(out runtime.Applied, to io.Writer) {
 			say("%s: agentbox approve %s", oneLine(why), out.Approval.ID)
 		}
 	}
-	for _, v := range out.Validators {
-		how := "has to pass"
-		if v.Exit != nil {
-			how = "passed in " + v.Took.Round(time.Millisecond).String()
+	judged := func(what string, list []runtime.Validated) {
+		for _, v := range list {
+			how := "has to pass"
+			if v.Exit != nil {
+				how = "passed in " + v.Took.Round(time.Millisecond).String()
+			}
+			say("%s %q of %s %s", what, v.Name, v.From, how)
 		}
-		say("validator %q of %s %s", v.Name, v.From, how)
 	}
+	judged("validator", out.Validators)
+	judged("canary", out.Canaries)
 }

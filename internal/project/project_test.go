@@ -37,6 +37,7 @@ apply:
     - make test
     - {name: lint, run: [make, lint], timeout: 1m, network: sandbox}
   approve: {at: 5, expires: 2d, paths: [infra, "*.sql"]}
+  canary: {paths: [conf], check: make smoke}
 `
 
 func TestParse(t *testing.T) {
@@ -52,7 +53,10 @@ func TestParse(t *testing.T) {
 		Apply: policy.Apply{Validators: []policy.Validator{
 			{Name: "make test", Run: []string{"sh", "-c", "make test"}, Timeout: 10 * time.Minute, Network: "none"},
 			{Name: "lint", Run: []string{"make", "lint"}, Timeout: time.Minute, Network: "sandbox"},
-		}, Approve: policy.Approve{At: 5, Expires: 48 * time.Hour, Paths: []string{"infra", "*.sql"}}},
+		}, Approve: policy.Approve{At: 5, Expires: 48 * time.Hour, Paths: []string{"infra", "*.sql"}},
+			Canaries: []policy.Canary{{Paths: []string{"conf"}, Validator: policy.Validator{
+				Name: "make smoke", Run: []string{"sh", "-c", "make smoke"}, Timeout: 10 * time.Minute, Network: "none",
+			}}}},
 	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Error(d)
@@ -239,6 +243,9 @@ func TestSchema(t *testing.T) {
 		"secrets: {a: 'env:'}\n", "env: {A=b: c}\n", "secrets: {a/b: 'env:A'}\n", "secrets: {a: 'file:b'}\n",
 		"apply: {}\n", "apply: {validators: []}\n", "apply: {validators: [a, [b, c]]}\n", "apply: []\n",
 		"apply: {validators: a}\n", "apply: {validators: [1]}\n", "apply: {validators: [[]]}\n", "apply: {hooks: []}\n",
+		"apply: {canary: {paths: [a], check: b}}\n", "apply: {canary: [{workspace: /a, check: [b]}]}\n",
+		"apply: {canary: []}\n",
+		"apply: {canary: {check: b}}\n", "apply: {canary: {paths: [a]}}\n", "apply: {canary: {workspace: a, check: b}}\n",
 		"apply: {approve: {at: 0}}\n", "apply: {approve: {paths: ['']}}\n", "apply: {approve: {by: me}}\n",
 		"apply: {validators: [{run: a, network: none, timeout: 5m, name: b}]}\n", "apply: {validators: [{name: a}]}\n",
 		"apply: {validators: [{run: a, network: host}]}\n", "apply: {validators: [{run: a, on: b}]}\n",

@@ -150,13 +150,18 @@ func (r *Record) applied(out runtime.Applied) {
 		}
 		r.Text = some(r.Text, "approval "+out.Approval.ID+": "+state)
 	}
-	for _, v := range out.Validators {
+	r.judged("validator", out.Validators)
+	r.judged("canary", out.Canaries)
+}
+
+func (r *Record) judged(what string, list []runtime.Validated) {
+	for _, v := range list {
 		switch {
 		case v.Exit == nil: // a dry run
 		case v.TimedOut:
-			r.Text = some(r.Text, Clip("validator "+v.Name+": ended, its time was over"))
+			r.Text = some(r.Text, Clip(what+" "+v.Name+": ended, its time was over"))
 		default:
-			r.Text = some(r.Text, Clip(fmt.Sprintf("validator %s: exit code %d", v.Name, *v.Exit)))
+			r.Text = some(r.Text, Clip(fmt.Sprintf("%s %s: exit code %d", what, v.Name, *v.Exit)))
 		}
 	}
 }

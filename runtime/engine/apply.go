@@ -352,8 +352,9 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 	home.Review = func(ctx context.Context, staged *apply.Staged) error { return w.review(ctx, staged, opts, &out) }
 	home.Begin = func() error { return w.begin(ctx, out) }
 	if opts.DryRun {
-		out.Validators = w.rules.planned()
+		w.rules.planned(&out)
 	}
+	home.Canaries = w.parts(&out)
 	return out, apply.Run(ctx, home, list, opts, &out)
 }
 

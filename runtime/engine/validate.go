@@ -44,14 +44,31 @@ type validator struct {
 type applyRules struct {
 	policy.Apply
 	validators []validator
+	canaries   []canary
+}
+
+// canary is a canary of an apply.
+type canary struct {
+	validator
+	rule policy.Canary
+	of   string // the workspace whose rule it is; empty: it is the policy's
+}
+
+// takes reports whether the canary takes a path.
+func (c canary) takes(workspace, rel string) bool {
+	// The patterns of a directory's rules are relative to that directory.
+	return (c.of == "" || c.rule.Workspace != "" || c.of == workspace) && c.rule.Takes(workspace, rel)
 }
 
 // readRules reads the rules of an apply: those of the sandbox's policy first.
 func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
-	add := func(from, dir string, a policy.Apply) {
+	add := func(from, dir, of string, a policy.Apply) {
 		rules.Apply = rules.With(a)
 		for _, v := range a.Validators {
 			rules.validators = append(rules.validators, validator{v, from, dir})
+		}
+		for _, c := range a.Canaries {
+			rules.canaries = append(rules.canaries, canary{validator{c.Validator, from, dir}, c, of})
 		}
 	}
 	p, err := recorded(s)
@@ -59,7 +76,7 @@ func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
 		return rules, err
 	}
 	if p != nil {
-		add("policy "+p.Name, w.chosen[0].Target, p.Rules.Apply)
+		add("policy "+p.Name, w.chosen[0].Target, "", p.Rules.Apply)
 	}
 	for _, v := range w.chosen {
 		file, err := readProject(v.Lower)
@@ -67,7 +84,7 @@ func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
 			return rules, hint(fmt.Errorf("%s: %w", filepath.Join(v.Lower, project.Name), err),
 				"What it asks of an apply is not known. Mend it, or remove it from the directory.")
 		}
-		add(filepath.Join(v.Lower, project.Name), v.Target, file.Apply)
+		add(filepath.Join(v.Lower, project.Name), v.Target, v.Target, file.Apply)
 	}
 	return rules, nil
 }
@@ -160,50 +177,80 @@ func (w *workspaces) ask(
 	return &a, err
 }
 
-// planned lists validators that are yet to run.
-func (r applyRules) planned() (list []runtime.Validated) {
+// planned lists the validators and canaries that are yet to run.
+func (r applyRules) planned(out *runtime.Applied) {
 	for _, v := range r.validators {
-		list = append(list, runtime.Validated{Name: v.Name, From: v.from})
+		out.Validators = append(out.Validators, runtime.Validated{Name: v.Name, From: v.from})
+	}
+	for _, c := range r.canaries {
+		out.Canaries = append(out.Canaries, runtime.Validated{Name: c.Name, From: c.from})
+	}
+}
+
+// parts are the canaries as an apply makes them. Their checks see the directories as they are then.
+func (w *workspaces) parts(out *runtime.Applied) (list []apply.Canary) {
+	for _, c := range w.rules.canaries {
+		list = append(list, apply.Canary{Takes: c.takes, Check: func(ctx context.Context) error {
+			got, err := w.restores.validate(ctx, w.row, c.validator, eachWorkspace(func(v runtime.Volume) error {
+				return errors.Join(emptyUpper(v), apply.HideScratch(v.Path, v.Lower))
+			}))
+			if err != nil {
+				return fmt.Errorf("canary %q of %s: %w", c.Name, c.from, err)
+			}
+			out.Canaries = append(out.Canaries, got)
+			w.log.Info("canary checked", "sandbox", w.sb.ID, "canary", c.Name, "exit", *got.Exit, "took", got.Took)
+			if !got.OK() {
+				return refusedBy("canary", c.validator, got, "all is taken back")
+			}
+			return nil
+		}})
 	}
 	return list
+}
+
+// eachWorkspace calls fn for each workspace of a container.
+func eachWorkspace(fn func(runtime.Volume) error) func(context.Context, runtime.Container) error {
+	return func(_ context.Context, c runtime.Container) error {
+		for _, v := range c.Volumes {
+			if !v.Workspace() {
+				continue
+			}
+			if err := fn(v); err != nil {
+				return fmt.Errorf("lay out %s: %w", v.Target, err)
+			}
+		}
+		return nil
+	}
 }
 
 // validate runs all validators over the staged result of an apply, up to the first that fails.
 func (w *workspaces) validate(ctx context.Context, s *apply.Staged, out *runtime.Applied) error {
 	for _, v := range w.rules.validators {
-		got, err := w.restores.validate(ctx, w.row, v, func(ctx context.Context, c runtime.Container) error {
-			for _, have := range c.Volumes {
-				if !have.Workspace() {
-					continue
-				}
-				if err := emptyUpper(have); err != nil {
-					return err
-				}
-				if err := s.Lay(ctx, have.Target, have.Path); err != nil {
-					return fmt.Errorf("lay out %s: %w", have.Target, err)
-				}
+		got, err := w.restores.validate(ctx, w.row, v, eachWorkspace(func(v runtime.Volume) error {
+			if err := emptyUpper(v); err != nil {
+				return err
 			}
-			return nil
-		})
+			return s.Lay(ctx, v.Target, v.Path)
+		}))
 		if err != nil {
 			return fmt.Errorf("validator %q of %s: %w", v.Name, v.from, err)
 		}
 		out.Validators = append(out.Validators, got)
 		w.log.Info("apply validated", "sandbox", w.sb.ID, "validator", v.Name, "exit", *got.Exit, "took", got.Took)
 		if !got.OK() {
-			return refusedBy(v, got)
+			return refusedBy("validator", v, got, "nothing was applied")
 		}
 	}
 	return nil
 }
 
-// refusedBy is the error of an apply that a validator refuses, with what it has printed.
-func refusedBy(v validator, got runtime.Validated) error {
+// refusedBy is the error of an apply that a validator or a canary refuses, with what it has printed.
+func refusedBy(what string, v validator, got runtime.Validated, result string) error {
 	how := fmt.Sprintf("ended with exit code %d", *got.Exit)
 	if got.TimedOut {
 		how = fmt.Sprintf("did not end within %s", v.Timeout)
 	}
-	text := fmt.Sprintf("validator %q of %s %s; nothing was applied", v.Name, v.from, how)
+	text := fmt.Sprintf("%s %q of %s %s; %s", what, v.Name, v.from, how, result)
 	if got.Output != "" {
 		text += ":\n  | " + strings.ReplaceAll(strings.TrimRight(got.Output, "\n"), "\n", "\n  | ")
 	}

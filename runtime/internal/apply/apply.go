@@ -81,6 +81,18 @@ type Home struct {
 	// Begin is called once what comes is staged, before a directory is touched; its error ends the
 	// apply. Nil: nothing is called.
 	Begin func() error
+	// Canaries are the changes that are made first, in this order.
+	Canaries []Canary
+}
+
+// Canary is a part of an apply that is made before the rest.
+type Canary struct {
+	// Takes reports whether a path, which is relative to the directory of the place at another one, is
+	// part of it. What can only come or go as a whole with such a path is part of it, too.
+	Takes func(at, rel string) bool
+	// Check judges the directories with just this and earlier parts in them. Its error takes all back.
+	// It is not called if there is nothing of the part.
+	Check func(ctx context.Context) error
 }
 
 // OfWorkspaces is the Home of a sandbox's workspaces, which is kept in dir.

@@ -23,6 +23,8 @@ var points = map[string]bool{
 	"apply.before-write":  false,
 	"apply.first-write":   false,
 	"apply.mid-write":     false,
+	"apply.before-canary": false,
+	"apply.after-canary":  false,
 	"apply.last-write":    false,
 	"apply.after-dirs":    false,
 	"apply.before-commit": false,

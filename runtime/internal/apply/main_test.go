@@ -91,6 +91,8 @@ type lab struct {
 	review  func() error // called once the result has been looked at; nil: nothing
 	sum     string       // the digest of the last apply
 	removed []string     // what went with it
+
+	canaries []Canary
 }
 
 func newLab(t tb, place string, n int) (*lab, func()) {
@@ -112,7 +114,10 @@ func newLab(t tb, place string, n int) (*lab, func()) {
 }
 
 func openLab(root string) *lab {
-	l := &lab{root: root}
+	l := &lab{root: root, canaries: []Canary{{
+		Takes: func(_, rel string) bool { return rel == "a" || rel == "n/deep/f" },
+		Check: func(context.Context) error { return nil },
+	}}}
 	far, _ := os.ReadFile(root + "/far")
 	l.far = string(far)
 	for {
@@ -186,6 +191,7 @@ func (l *lab) run(opts runtime.ApplyOptions, change func(*Change)) (out runtime.
 		}
 		list = append(list, c)
 	}
+	h.Canaries = l.canaries
 	staged := map[int]map[string]string{}
 	h.Review = func(ctx context.Context, s *Staged) error {
 		if err := l.look(ctx, s, staged); err != nil || l.review == nil {

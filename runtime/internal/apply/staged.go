@@ -139,6 +139,27 @@ func (r *Root) hide(o op) error {
 	return unix.Fsetxattr(int(d.Fd()), overlayXattr+"opaque", []byte("y"), 0)
 }
 
+// HideScratch has an upperdir hide what an apply that is under way has in the directory below for itself.
+func HideScratch(upper, below string) error {
+	from, err := OpenRoot(below)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	to, err := OpenRoot(upper)
+	if err != nil {
+		return err
+	}
+	defer to.Close()
+	names, err := from.Readdirnames(-1)
+	for _, name := range names {
+		if scratchPattern().MatchString(name) {
+			err = errors.Join(err, to.hide(op{Kind: opRemove, Path: []byte(name)}))
+		}
+	}
+	return err
+}
+
 // showDir gives a directory of an upperdir the attributes of the lower one, or others.
 func (p *part) showDir(upper *Root, rel string, to *attrs) error {
 	d, err := upper.sub(rel)

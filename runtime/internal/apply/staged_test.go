@@ -1,8 +1,12 @@
 package apply
 
 import (
+	"context"
 	"errors"
+	"maps"
 	"os"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/agentbox/agentbox/internal/fault"
@@ -56,6 +60,73 @@ func TestReview(t *testing.T) {
 				}
 				if _, err := os.Lstat(l.home().path(DirApply)); err == nil {
 					t.Error("an apply is left")
+				}
+			})
+		}
+	}
+}
+
+// TestCanary: a canary comes first, its check finds the directories with just that, and what it refuses
+// takes all back.
+func TestCanary(t *testing.T) {
+	refused := errors.New("refused")
+	for place := range places {
+		for name, c := range map[string]struct {
+			errs []error // of the checks, in order
+			want error
+		}{
+			"passed": {}, "first refused": {[]error{refused}, refused}, "second refused": {[]error{nil, refused}, refused},
+		} {
+			t.Run(place+"/"+name, func(t *testing.T) {
+				l, old, new := two(t, place)
+				var seen []map[string]string
+				check := func(context.Context) (err error) {
+					for i := range l.n {
+						has := files(t, l.from(i))
+						maps.DeleteFunc(has, func(p, _ string) bool { return strings.HasPrefix(p, scratchPrefix) })
+						seen = append(seen, has)
+					}
+					if n := len(seen)/2 - 1; n < len(c.errs) {
+						err = c.errs[n]
+					}
+					return err
+				}
+				takes := func(at string, paths ...string) func(string, string) bool {
+					return func(have, rel string) bool { return have == at && slices.Contains(paths, rel) }
+				}
+				l.canaries = []Canary{
+					{Takes: takes("/w0", "n/deep/f", "gone/z", "nosuch"), Check: check},
+					{Takes: takes("/w1", "nosuch"), Check: func(context.Context) error { return errors.New("checked") }},
+					{Takes: func(at, rel string) bool { return at == "/w1" && rel == "a" || at == "/w0" }, Check: check},
+				}
+				_, err := l.run(runtime.ApplyOptions{}, nil)
+				if !errors.Is(err, c.want) || c.want == nil && err != nil {
+					t.Fatalf("apply: %v, want %v", err, c.want)
+				}
+				first := maps.Clone(old[0])
+				delete(first, "gone/z") // the directory goes as a whole
+				first["n/deep/f"] = new[0]["n/deep/f"]
+				same(t, "w0 at the first check", seen[0], first)
+				same(t, "w1 at the first check", seen[1], old[1])
+				if name != "first refused" {
+					second := maps.Clone(old[1])
+					second["a"] = new[1]["a"]
+					same(t, "w0 at the second check", seen[2], new[0])
+					same(t, "w1 at the second check", seen[3], second)
+				}
+				want := new
+				if c.want != nil {
+					want = old
+				}
+				for i := range l.n {
+					same(t, "the directory", files(t, l.from(i)), want[i])
+				}
+				if c.want == nil {
+					_, err := Undo(t.Context(), l.home(), false)
+					must(t, err)
+					for i := range l.n {
+						same(t, "the directory after an undo", files(t, l.from(i)), old[i])
+					}
 				}
 			})
 		}

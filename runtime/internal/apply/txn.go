@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -93,7 +94,7 @@ func (t *txn) apply(ctx context.Context) (err error) {
 	if err := t.put(phaseWrite); err != nil {
 		return err
 	}
-	if err := t.write(); err != nil {
+	if err := t.write(ctx); err != nil {
 		return err
 	}
 	if err := t.sync(); err != nil {
@@ -289,29 +290,67 @@ func (p *part) archiveOne(ctx context.Context, t *overlay.TarWriter, c *comer) e
 	return errors.Join(err, data.Close())
 }
 
-// write carries out the plan.
-func (t *txn) write() error {
-	total, n := 0, 0
-	for _, p := range t.parts {
-		total += len(p.plan.Ops)
-	}
+// deed is an op of a part.
+type deed struct {
+	*part
+	op
+}
+
+// write carries out the plan, canaries first. Until it has ended, all of it can be taken back.
+func (t *txn) write(ctx context.Context) error {
+	var todo []deed
 	for _, p := range t.parts {
 		for _, o := range p.plan.Ops {
-			err := p.do(o)
-			if err == nil {
-				switch n {
-				case total - 1:
-					err = failpoint.Hit("apply.last-write")
-				case total / 2:
-					err = failpoint.Hit("apply.mid-write")
-				case 0:
-					err = failpoint.Hit("apply.first-write")
-				}
+			todo = append(todo, deed{p, o})
+		}
+	}
+	total, n := len(todo), 0
+	do := func(d deed) error {
+		if err := d.do(d.op); err != nil {
+			return err
+		}
+		n++
+		switch n - 1 {
+		case total - 1:
+			return failpoint.Hit("apply.last-write")
+		case total / 2:
+			return failpoint.Hit("apply.mid-write")
+		case 0:
+			return failpoint.Hit("apply.first-write")
+		}
+		return nil
+	}
+	for _, c := range t.home.Canaries {
+		var rest []deed
+		for _, d := range todo {
+			takes, err := d.isOf(ctx, c)
+			if err == nil && takes {
+				err = do(d)
 			}
 			if err != nil {
 				return err
 			}
-			n++
+			if !takes {
+				rest = append(rest, d)
+			}
+		}
+		if len(rest) == len(todo) {
+			continue
+		}
+		todo = rest
+		if err := failpoint.Hit("apply.before-canary"); err != nil {
+			return err
+		}
+		if err := c.Check(ctx); err != nil {
+			return err
+		}
+		if err := failpoint.Hit("apply.after-canary"); err != nil {
+			return err
+		}
+	}
+	for _, d := range todo {
+		if err := do(d); err != nil {
+			return err
 		}
 	}
 	for _, p := range t.parts {
@@ -322,6 +361,34 @@ func (t *txn) write() error {
 		}
 	}
 	return failpoint.Hit("apply.after-dirs")
+}
+
+// isOf reports whether a canary takes the path of an op, or one below it that comes or goes with it.
+func (d deed) isOf(ctx context.Context, c Canary) (bool, error) {
+	rel := string(d.op.Path)
+	if c.Takes(d.part.At, rel) {
+		return true, nil
+	}
+	below := map[string]bool{}
+	for _, tree := range []struct {
+		root *Root
+		at   string
+	}{{d.from, rel}, {d.scratch, string(d.op.At)}} {
+		m := merger{part: &part{from: tree.root}}
+		all := map[string]bool{}
+		if err := m.below(ctx, tree.at, all); err != nil {
+			return false, err
+		}
+		for p := range all {
+			below[path.Join(rel, strings.TrimPrefix(p, tree.at))] = true
+		}
+	}
+	for p := range below {
+		if c.Takes(d.part.At, p) {
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 // setDir gives a directory of both sides its new attributes, or its old ones
