@@ -170,6 +170,20 @@ func TestApplyValidatorsBounded(t *testing.T) {
 		t.Errorf("rules that are wrong: %s", said)
 	}
 	rules(t, dir, "  validators: ['true']\n")
+	for _, err := range []error{
+		os.Rename(dir+"/.agentbox.yaml", dir+"/linked"), os.Symlink("linked", dir+"/.agentbox.yaml"),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if said := b.fails(2, "apply", "s"); !strings.Contains(said, "it has rules of an apply, and is a symlink") {
+		t.Errorf("rules behind a link: %s", said)
+	}
+	if err := os.Remove(dir + "/.agentbox.yaml"); err != nil {
+		t.Fatal(err)
+	}
+	rules(t, dir, "  validators: ['true']\n")
 	b.ok("apply", "s")
 	rules(t, dir, "  validators: [true]\n")
 	b.ok("apply", "--undo", "s")
@@ -225,9 +239,12 @@ func TestApplyValidatorsAll(t *testing.T) {
 	b := memoryBox(t)
 	one, two := project(t), project(t)
 	policy := filepath.Join(t.TempDir(), "careful.yaml")
-	put(t, filepath.Dir(policy), "careful.yaml", "apply: {validators: ['test ! -e README; test -e /two/README']}\n")
-	b.start("s", "--network", "none", "--policy", policy, "--workspace", one+":/one", "--workspace", two+":/two",
-		"busybox", "sh", "-c", counter)
+	// Neither the network none nor a sandbox without the label is allowed: a validator has the one all the
+	// same, and the other.
+	put(t, filepath.Dir(policy), "careful.yaml", "labels: [team]\nnetwork: {modes: [filtered], default: filtered}\n"+
+		"apply: {validators: ['test ! -e README; test -e /two/README']}\n")
+	b.start("s", "--network", "filtered", "--label", "team=a", "--policy", policy, "--workspace", one+":/one",
+		"--workspace", two+":/two", "busybox", "sh", "-c", counter)
 	b.reaches("s", 1)
 	b.sh("s", "rm /one/README /two/README")
 	state := func() string { return onHost(t, one) + onHost(t, two) }

@@ -350,6 +350,7 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 		return out, err
 	}
 	home.Review = func(ctx context.Context, staged *apply.Staged) error { return w.review(ctx, staged, opts, &out) }
+	home.Judged = len(w.rules.validators) > 0
 	home.Begin = func() error { return w.begin(ctx, out) }
 	if opts.DryRun {
 		w.rules.planned(&out)

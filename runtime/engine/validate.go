@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -90,11 +91,24 @@ func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
 }
 
 func readProject(dir string) (project.File, error) {
-	data, err := project.Read(dir)
+	root, err := apply.OpenRoot(dir) // no link may have taken its place
 	if err != nil {
 		return project.File{}, err
 	}
-	return project.Parse(data)
+	defer root.Close()
+	data, err := project.Read(root.Proc())
+	if err != nil {
+		return project.File{}, err
+	}
+	file, err := project.Parse(data)
+	if err != nil || !file.Apply.Asks() {
+		return file, err
+	}
+	// A change of what a link leads to would not be seen as one of the rules.
+	if _, err := os.Readlink(filepath.Join(root.Proc(), project.Name)); err == nil {
+		return file, fmt.Errorf("%w: it has rules of an apply, and is a symlink", runtime.ErrInvalid)
+	}
+	return file, nil
 }
 
 // review rates an apply that is planned, and has it pass what the rules ask for: the approval of a
@@ -191,7 +205,7 @@ func (r applyRules) planned(out *runtime.Applied) {
 func (w *workspaces) parts(out *runtime.Applied) (list []apply.Canary) {
 	for _, c := range w.rules.canaries {
 		list = append(list, apply.Canary{Takes: c.takes, Check: func(ctx context.Context) error {
-			got, err := w.restores.validate(ctx, w.row, c.validator, eachWorkspace(func(v runtime.Volume) error {
+			got, err := w.restores.validate(ctx, w.row, c.validator, w.eachWorkspace(func(v runtime.Volume) error {
 				return errors.Join(emptyUpper(v), apply.HideScratch(v.Path, v.Lower))
 			}))
 			if err != nil {
@@ -208,9 +222,17 @@ func (w *workspaces) parts(out *runtime.Applied) (list []apply.Canary) {
 	return list
 }
 
-// eachWorkspace calls fn for each workspace of a container.
-func eachWorkspace(fn func(runtime.Volume) error) func(context.Context, runtime.Container) error {
+// eachWorkspace calls fn for each workspace of a fork, which has those that are applied.
+func (w *workspaces) eachWorkspace(fn func(runtime.Volume) error) func(context.Context, runtime.Container) error {
 	return func(_ context.Context, c runtime.Container) error {
+		for _, v := range w.chosen {
+			if !slices.ContainsFunc(c.Volumes, func(have runtime.Volume) bool {
+				return have.Target == v.Target && have.Lower == v.Lower
+			}) {
+				return fmt.Errorf("%w: checkpoint %s gives its forks no workspace %s", runtime.ErrUnsupported,
+					short(w.row.ID), v.Target)
+			}
+		}
 		for _, v := range c.Volumes {
 			if !v.Workspace() {
 				continue
@@ -226,7 +248,7 @@ func eachWorkspace(fn func(runtime.Volume) error) func(context.Context, runtime.
 // validate runs all validators over the staged result of an apply, up to the first that fails.
 func (w *workspaces) validate(ctx context.Context, s *apply.Staged, out *runtime.Applied) error {
 	for _, v := range w.rules.validators {
-		got, err := w.restores.validate(ctx, w.row, v, eachWorkspace(func(v runtime.Volume) error {
+		got, err := w.restores.validate(ctx, w.row, v, w.eachWorkspace(func(v runtime.Volume) error {
 			if err := emptyUpper(v); err != nil {
 				return err
 			}
@@ -315,7 +337,11 @@ func validates(s *runtime.Spec, row store.Checkpoint, v validator) {
 	s.Args, s.Workdir, s.Terminal, s.OpenStdin = v.Run, v.dir, false, false
 	s.AutoRemove, s.Restart, s.Lifetime, s.CheckpointEvery = false, runtime.Restart{}, runtime.Lifetime{}, ""
 	s.Steps, s.Secrets = runtime.StepsOff, nil
-	s.Labels = map[string]string{runtime.LabelValidates: row.SandboxID}
+	s.Labels = maps.Clone(s.Labels) // which the policy may ask for
+	if s.Labels == nil {
+		s.Labels = map[string]string{}
+	}
+	s.Labels[runtime.LabelValidates] = row.SandboxID
 	s.Mounts = slices.Clone(s.Mounts)
 	for i := range s.Mounts {
 		if t := s.Mounts[i].Type; t == "bind" || t == "volume" {

@@ -74,10 +74,12 @@ type Home struct {
 	Note   any // what Notes is to return of an apply
 	Log    *slog.Logger
 
-	// Review is asked once an apply is planned, and nothing is staged: its error ends the apply. What
-	// it has judged is what is applied, or nothing is. Nil: none.
-	// Of a dry run it is asked, too, if all could be applied.
+	// Review is asked once an apply is planned, and nothing is staged: its error ends the apply. Of a
+	// dry run it is asked, too, if all could be applied. Nil: none.
 	Review func(ctx context.Context, s *Staged) error
+	// Judged says that Review judges the directories as a whole: a change since the plan refuses the
+	// apply, also of files that it does not touch.
+	Judged bool
 	// Begin is called once what comes is staged, before a directory is touched; its error ends the
 	// apply. Nil: nothing is called.
 	Begin func() error
@@ -307,7 +309,7 @@ func (t *txn) planFor(ctx context.Context, c *Change, opts runtime.ApplyOptions,
 	if p.from, err = OpenRoot(c.From); err != nil {
 		return err
 	}
-	if t.home.Review != nil && !opts.DryRun {
+	if t.home.Judged && !opts.DryRun {
 		if p.seen, err = p.from.print(ctx); err != nil {
 			return err
 		}

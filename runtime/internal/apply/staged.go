@@ -18,10 +18,9 @@ import (
 // Staged is what an apply is about to do to its directories.
 type Staged struct{ t *txn }
 
-// still refuses an apply whose directories are not what they were when it was planned. Only with a
-// review do files count that the apply does not touch: the review has seen them, too.
+// still refuses an apply whose directories are not what they were when they were judged.
 func (t *txn) still(ctx context.Context) error {
-	if t.home.Review == nil {
+	if !t.home.Judged {
 		return nil
 	}
 	for _, p := range t.parts {

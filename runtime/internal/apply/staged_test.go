@@ -21,6 +21,7 @@ func TestReview(t *testing.T) {
 		for name, c := range map[string]struct {
 			steps string // the owner's, while the review is under way
 			err   error  // the review's
+			lax   bool
 			want  error
 		}{
 			"refused":    {err: refused, want: refused},
@@ -32,6 +33,8 @@ func TestReview(t *testing.T) {
 			"top's mode": {steps: "mode . 700", want: fault.ErrState},
 			"removed":    {steps: "rm other", want: fault.ErrState},
 			"passed":     {},
+			"unjudged":   {steps: "put other/new n", lax: true},
+			"in the way": {steps: "put a mine", lax: true, want: fault.ErrState},
 		} {
 			t.Run(place+"/"+name, func(t *testing.T) {
 				l, end := newLab(t, place, 2)
@@ -47,11 +50,15 @@ func TestReview(t *testing.T) {
 					edit(t, l.from(1), c.steps)
 					return c.err
 				}
+				l.lax = c.lax
 				_, err := l.run(runtime.ApplyOptions{}, nil)
 				if !errors.Is(err, c.want) || c.want == nil && err != nil {
 					t.Fatalf("apply: %v, want %v", err, c.want)
 				}
 				for i := range l.n {
+					if name == "in the way" && i == 1 {
+						continue
+					}
 					text, err := os.ReadFile(l.from(i) + "/a")
 					must(t, err)
 					if want := map[bool]string{true: "changed", false: "A"}[c.want == nil]; string(text) != want {
