@@ -119,11 +119,11 @@ would have git run programs here (.git/hooks, .git/config, a .git that is a link
 with --allow PATH: apply refuses all of it otherwise. Look at --dry-run first: it shows type,
 mode, owner and target of each.
 
-Validators, which the directory's .agentbox.yaml and the sandbox's policy can have, judge the
-result in forks of the sandbox first: if one fails, nothing is applied and its output is shown
-(docs/workspace.md). They can also have a person approve what has a certain risk: a terminal asks, or
-it ends with exit code 9 and names the command, 'agentbox approve ID'; and have a part come first,
-the canary, and a check of that before the rest.
+The directory's .agentbox.yaml and the sandbox's policy can have rules (docs/workspace.md).
+Validators judge the result first, in forks of the sandbox: if one fails, nothing is applied and
+its output is shown. A person may have to approve the apply: a terminal asks; otherwise apply ends
+with exit code 9 and names the 'agentbox approve ID' to run. A canary comes before the rest, and
+all is taken back if its check fails.
 
 A volume comes as a whole and has no changes afterwards; it must not be in use. A
 file that was changed in the directory after the volume changed its own, as far as the times
@@ -150,7 +150,6 @@ output), risk (score, reasons), approval, canaries.`,
   agentbox apply c@HEAD~1 -- /work/src /work/README
   agentbox apply --markers c
   agentbox apply --allow /work/.git/hooks/pre-commit c
-  agentbox approve --list
   agentbox apply volume://ws`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitBusy, exitCorrupt,
 			exitDenied, exitUnsupported, exitApproval),

@@ -62,8 +62,13 @@ func (a approvals) locked(ctx context.Context, fn func(list []runtime.Approval) 
 	var list []runtime.Approval
 	for _, e := range entries {
 		id, _ := strings.CutSuffix(e.Name(), ".json")
+		if strings.HasPrefix(e.Name(), ".tmp-") { // of a write that was killed
+			if err := os.Remove(filepath.Join(a.dir, e.Name())); err != nil {
+				return err
+			}
+		}
 		if !approvalID().MatchString(id) {
-			continue // of a write that was killed
+			continue
 		}
 		var one runtime.Approval
 		err := record.ReadJSON(a.path(id), &one)

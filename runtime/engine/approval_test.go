@@ -82,7 +82,7 @@ func TestApprovals(t *testing.T) {
 	}
 
 	// A request expires, too, and what is no approval of ours is left out.
-	for name, text := range map[string]string{"0123456789abcdef.json": "{", "other": "x", "fedcba9876543210.json": `{"id":"x"}`} {
+	for name, text := range map[string]string{"0123456789abcdef.json": "{", "other": "x", ".tmp-x": "x", "fedcba9876543210.json": `{"id":"x"}`} {
 		if err := os.WriteFile(filepath.Join(a.dir, name), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}

@@ -374,7 +374,9 @@ func (rs *restores) runValidator(ctx context.Context, r *restoration, v validato
 		return err
 	}
 	served := guard.Start(serve)
+	back := runtime.Aside(ctx) // it may take long
 	exit, err := r.sb.host.Wait(ctx, r.sb.ID)
+	back()
 	if out.TimedOut = errors.Is(ctx.Err(), context.DeadlineExceeded); err != nil && !out.TimedOut {
 		return err
 	}
