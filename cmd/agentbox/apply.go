@@ -115,9 +115,9 @@ changes in the moment of the apply makes it fail.
 What the directory has keeps its owner, and what is new gets the owner of the directory that
 it comes into; --owners takes those that files have in the sandbox. Devices never come. Files
 with set-id bits or capabilities, which would give their rights to every user here, and what
-would have git run programs here (.git/hooks, .git/config, a .git that is a link) come only
-with --allow PATH: apply refuses all of it otherwise. Look at --dry-run first: it shows type,
-mode, owner and target of each.
+would have git run programs here (.git/hooks, .git/config, a .git that is a link, and the same
+in a bare repository) come only with --allow PATH: apply refuses all of it otherwise. Look at
+--dry-run first: it shows type, mode, owner and target of each.
 
 The directory's .agentbox.yaml and the sandbox's policy can have rules (docs/workspace.md).
 Validators judge the result first, in forks of the sandbox: if one fails, nothing is applied and
@@ -208,9 +208,11 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 	if plan.Checkpoint != "" {
 		what = sandbox + "@" + plan.Checkpoint
 	}
-	settled := len(plan.Conflicts) == 0 || opts.Markers || opts.Ours || opts.Theirs || opts.Force
 	shown := false
-	if ask && plan.Checkpoint != "" && len(plan.Refused) == 0 && settled { // otherwise it says why not
+	if ask && plan.Checkpoint != "" {
+		if err := heldBack(opts, plan, a.stderr); err != nil {
+			return err
+		}
 		if len(plan.Changes) == 0 && len(plan.Conflicts) == 0 {
 			fmt.Fprintln(a.stderr, printable("nothing to apply to "+originals(plan)))
 			return nil
@@ -237,6 +239,39 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 		}
 	}
 	return nil
+}
+
+// heldBack shows what keeps an apply from being done as it was asked for, and what would let it.
+func heldBack(opts applyOptions, plan runtime.Applied, stderr io.Writer) error {
+	conflicts := unsettled(opts, plan)
+	if len(conflicts) == 0 && len(plan.Refused) == 0 {
+		return nil
+	}
+	dry := opts
+	dry.DryRun = true // it says what would be needed
+	warnApply(dry, plan, stderr)
+	if len(plan.Refused) > 0 {
+		return &runtime.Error{Err: fmt.Errorf("%w: nothing was applied to %s: %s must not come unnamed",
+			runtime.ErrDenied, originals(plan), countText(int64(len(plan.Refused)), "path")),
+			Hint: "Name what may come all the same with --allow PATH, or remove it in the sandbox."}
+	}
+	return &runtime.Error{Err: fmt.Errorf("%w: nothing was applied to %s: %s changed on both sides",
+		runtime.ErrState, originals(plan), countText(int64(len(conflicts)), "path")),
+		Hint: "Look at both sides. --markers writes both into files of text, --ours keeps what the directory has, " +
+			"--theirs takes what the sandbox has."}
+}
+
+// unsettled lists the conflicts of a plan that nothing asked for decides.
+func unsettled(opts applyOptions, plan runtime.Applied) []string {
+	switch {
+	case opts.Ours, opts.Theirs, opts.Force:
+		return nil
+	case opts.Markers:
+		return slices.DeleteFunc(slices.Clone(plan.Conflicts), func(c string) bool {
+			return slices.Contains(plan.Merged, c)
+		})
+	}
+	return plan.Conflicts
 }
 
 // confirmApply shows what would come and asks whether it shall.
@@ -325,6 +360,9 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 		if out.Checkpoint != "" {
 			text = fmt.Sprintf("%s was changed on both sides: ", c)
 			need = "apply needs --markers, --ours or --theirs"
+			if opts.Markers {
+				need = "apply needs --ours or --theirs: it is no text that can have markers"
+			}
 		}
 		switch {
 		case slices.Contains(out.Merged, c):

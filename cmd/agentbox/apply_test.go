@@ -85,3 +85,37 @@ func TestApplyAsks(t *testing.T) {
 		}
 	}
 }
+
+// What cannot be applied as asked for is shown, with what would let it; nothing is asked or applied.
+func TestApplyHeldBack(t *testing.T) {
+	for args, c := range map[string]struct {
+		code int
+		says []string
+	}{
+		"torn": {exitState, []string{
+			"/work/both was changed on both sides: apply needs --markers, --ours or --theirs",
+			"nothing was applied to /srv/repo",
+			"2 paths changed on both sides", "--ours keeps",
+		}},
+		"--markers torn": {exitState, []string{"/work/both was changed on both sides: apply needs --ours or --theirs"}},
+		"risky": {exitDenied, []string{
+			"/work/.git/config: git runs it: apply needs --allow /work/.git/config",
+			"/work/null: it is a device: apply refuses it",
+			"nothing was applied to /srv/repo", "2 paths must not come unnamed",
+		}},
+	} {
+		p := onPty(t, append([]string{"apply"}, strings.Fields(args)...)...)
+		for _, says := range c.says {
+			p.expect(says)
+		}
+		p.end(c.code)
+		if seen := p.seen.String(); strings.Contains(seen, "[y/N]") || strings.Contains(seen, "take it back with") {
+			t.Errorf("%q asks or applies: %s", args, seen)
+		}
+	}
+	p := onPty(t, "apply", "--ours", "torn")
+	p.expect("/work/both was changed on both sides: what the directory has stays")
+	p.expect("[y/N]")
+	p.write("n\n")
+	p.end(exitFailure)
+}

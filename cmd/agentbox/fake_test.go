@@ -415,6 +415,14 @@ func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOpt
 		if opts.Markers {
 			out.Conflicts, out.Merged = []string{"/c"}, []string{"/c", "/m"}
 		}
+		switch ref {
+		case "torn":
+			out.Conflicts = []string{"/work/both", "/work/too"}
+		case "risky":
+			out.Refused = []runtime.Refusal{
+				{Path: "/work/.git/config", Reason: "git runs it", MayAllow: true}, {Path: "/work/null", Reason: "it is a device"},
+			}
+		}
 		return out, f.call("Apply", ref, opts.DryRun, opts.Workspace, opts.Paths)
 	}
 	return out, f.call("Apply", ref, opts.DryRun, opts.Undo, opts.Force)

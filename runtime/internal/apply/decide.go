@@ -129,6 +129,7 @@ func (m *merger) take(ctx context.Context, rel string, s side, f found) error {
 
 // git refuses what would have git run programs.
 func (m *merger) git(rel string, old, new overlay.Type) {
+	m.comes[rel] = kinds{old, new}
 	if new == "" && old == overlay.TypeDir || new == overlay.TypeDir && old == "" {
 		return // what is in it counts
 	}

@@ -45,6 +45,8 @@ func gitFile(names []string) string {
 			return "the configuration of git can name programs that git runs"
 		case file == "info/attributes":
 			return "it can have git run filters"
+		case names[0] == "rebase-merge":
+			return "a rebase that goes on runs commands from it"
 		case file == "commondir":
 			return "git would take its configuration and hooks from where it leads"
 		}

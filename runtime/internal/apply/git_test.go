@@ -28,6 +28,7 @@ func TestGitReason(t *testing.T) {
 		{"/r/.git/worktrees/w/config.worktree", "", file, true},
 		{"/r/.git/worktrees/w/commondir", "", file, true},
 		{"/r/vendor/x/.git/config", "", file, true},
+		{"/r/.git/rebase-merge/git-rebase-todo", "", file, true},
 		{"/r/.git", dir, link, true},
 		{"/r/.git", link, dir, true},
 		{"/r/.git", "", file, true},

@@ -67,14 +67,15 @@ type merger struct {
 	list   []overlay.Entry // the upperdir
 	places map[string]int  // in the list
 	base   map[string]BaseEntry
-	whole  string // a directory that comes as a whole
-	taken  int    // how many paths come
-	text   int    // bytes that were merged
+	comes  map[string]kinds // all that comes, or goes
+	whole  string           // a directory that comes as a whole
+	taken  int              // how many paths come
+	text   int              // bytes that were merged
 }
 
 // merge plans what comes of a workspace.
 func (p *part) merge(ctx context.Context, c *Change, opts runtime.ApplyOptions, out *runtime.Applied) error {
-	m := &merger{part: p, change: c, opts: opts, out: out, places: map[string]int{}}
+	m := &merger{part: p, change: c, opts: opts, out: out, places: map[string]int{}, comes: map[string]kinds{}}
 	p.plan = &plan{links: map[string]bool{}, left: map[string]bool{}, merged: map[string]*merged{}}
 	for e, err := range c.Source.Entries {
 		if err != nil {
@@ -98,6 +99,9 @@ func (p *part) merge(ctx context.Context, c *Change, opts runtime.ApplyOptions, 
 	}
 	changed := len(out.Changes)
 	if err := m.both(ctx, 0, len(m.list), false); err != nil {
+		return err
+	}
+	if err := m.bare(); err != nil {
 		return err
 	}
 	slices.SortFunc(p.plan.Ops, func(a, b op) int { return overlay.ComparePaths(string(a.Path), string(b.Path)) })
