@@ -352,6 +352,22 @@ type ApplyOptions struct {
 	// directories with all below them, that may be although git would run programs because of
 	// them.
 	Allow []string `json:"allow,omitempty"`
+
+	// Patch fills in Change.Patch, Change.Seen and Change.Hunks in a dry run of workspaces.
+	Patch bool `json:"patch,omitempty"`
+	// Picks are what is applied of what such a dry run of the same checkpoint has shown; null: all.
+	// A path that is not as it was shown makes the apply fail.
+	Picks []ApplyPick `json:"picks,omitzero"`
+}
+
+// ApplyPick is a change that is applied.
+type ApplyPick struct {
+	Path    string `json:"path"`
+	PathB64 string `json:"path_b64,omitempty"`
+	Seen    string `json:"seen"` // Change.Seen
+	// Hunks are those of a text that are applied, counted from 0; null: all that has changed of it.
+	Hunks []int `json:"hunks,omitzero"`
+	Mode  bool  `json:"mode,omitempty"` // with Hunks: its new mode, too
 }
 
 // Applied is the documented JSON of `agentbox apply`; it only ever grows.
@@ -511,7 +527,13 @@ type Change struct {
 	Old  *FileState `json:"old,omitempty"`
 	New  *FileState `json:"new,omitempty"`
 
-	Patch string `json:"patch,omitempty"` // see DiffRequest.Patch
+	Patch string `json:"patch,omitempty"` // see DiffRequest.Patch; of an apply from the first @@ on
+
+	// Of an apply with ApplyOptions.Patch.
+	Seen string `json:"seen,omitempty"` // sums up what the change is of and to
+	// Hunks is how many runs of added and removed lines Patch has, if each can be applied without
+	// the others.
+	Hunks int `json:"hunks,omitempty"`
 }
 
 // FileState is one path of one state.

@@ -19,10 +19,12 @@ import (
 
 type applyOptions struct {
 	runtime.ApplyOptions
-	Yes     bool
-	Format  string
-	Commit  bool
-	Message string
+	Yes         bool
+	Format      string
+	Commit      bool
+	Message     string
+	ByHunk      bool
+	Interactive bool
 }
 
 func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
@@ -36,6 +38,8 @@ func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVar(&o.Markers, "markers", false, "write both versions into files that conflict, with conflict markers")
 	fl.BoolVar(&o.Ours, "ours", false, "where both sides changed something, keep what the directory has")
 	fl.BoolVar(&o.Theirs, "theirs", false, "where both sides changed something, take what the sandbox has")
+	fl.BoolVarP(&o.ByHunk, "patch", "p", false, "ask about each hunk, as 'git add -p' does")
+	fl.BoolVarP(&o.Interactive, "interactive", "i", false, "choose from a list of the changes")
 	fl.BoolVarP(&o.Yes, "yes", "y", false, "do not ask on a terminal")
 	fl.BoolVar(&o.Commit, "git-commit", false, "commit what comes in the directory's git repository, as you")
 	fl.StringVarP(&o.Message, "message", "m", "", "the `TEXT` of that commit's message")
@@ -52,6 +56,10 @@ func (o *applyOptions) check() error {
 	switch {
 	case o.DryRun && o.Undo:
 		return usageErrorf("--dry-run and --undo exclude each other")
+	case o.ByHunk && o.Interactive:
+		return usageErrorf("--patch and --interactive exclude each other; the list has 'p N' for hunks")
+	case (o.ByHunk || o.Interactive) && (o.DryRun || o.Undo):
+		return usageErrorf("--patch and --interactive cannot be combined with --dry-run or --undo")
 	case ways > 1:
 		return usageErrorf("--markers, --ours and --theirs exclude each other")
 	case o.Message != "" && !o.Commit:
@@ -129,6 +137,11 @@ A volume comes as a whole and has no changes afterwards; it must not be in use. 
 file that was changed in the directory after the volume changed its own, as far as the times
 of the files tell, makes it fail, unless --force is given.
 
+--patch asks about each hunk of texts and about each other change, as 'git add -p' does, and
+--interactive has a list to mark what comes. What is chosen comes, all or nothing, if it is still
+what was shown; the rest stays in the sandbox for later. What cannot come, a conflict for one, is
+named and left out.
+
 --git-commit commits what comes, and nothing else, to the git repository that the directory is in,
 as you (as the user that called sudo), without hooks. It refuses what has staged
 changes in the index already. What git ignores comes and is not committed. --undo does not take the
@@ -144,6 +157,7 @@ checkpoint, workspaces (path, original), merged, validators (name, from, exit, t
 output), risk (score, reasons), approval, canaries.`,
 		Example: `  agentbox apply                           # in the directory of a workspace
   agentbox apply @HEAD~1 -- src
+  agentbox apply -p -- src
   agentbox apply --undo
   agentbox apply --git-commit -m 'Parse dates' -- src
   agentbox apply --dry-run c
@@ -188,15 +202,31 @@ output), risk (score, reasons), approval, canaries.`,
 func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc runtime.Service) error {
 	ask := isTerminal(a.stdin) && isTerminal(a.stderr) && !opts.Yes && !opts.DryRun && !opts.Undo &&
 		opts.Format != formatJSON && !strings.HasPrefix(what, "volume://")
-	if !ask && !opts.Commit {
+	choose := opts.ByHunk || opts.Interactive
+	if !ask && !opts.Commit && !choose {
 		_, err := runApply(ctx, opts, what, svc, a.stdout, a.stderr, false)
 		return err
 	}
 	look := opts.ApplyOptions
-	look.DryRun = true
+	look.DryRun, look.Patch = true, choose
 	plan, err := svc.Apply(ctx, what, look)
 	if err != nil {
 		return err
+	}
+	sandbox, _ := splitState(what)
+	if plan.Checkpoint != "" {
+		what = sandbox + "@" + plan.Checkpoint
+	}
+	shown := false
+	if choose {
+		if len(plan.Changes) == 0 && len(plan.Conflicts) == 0 {
+			fmt.Fprintln(a.stderr, printable("nothing to apply to "+originals(plan)))
+			return nil
+		}
+		if opts.Picks, err = opts.pick(ctx, plan, a.stdin, a.stderr); err != nil {
+			return err
+		}
+		plan = only(plan, opts.Picks)
 	}
 	var repositories []*repository
 	if opts.Commit {
@@ -204,12 +234,7 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 			return err
 		}
 	}
-	sandbox, _ := splitState(what)
-	if plan.Checkpoint != "" {
-		what = sandbox + "@" + plan.Checkpoint
-	}
-	shown := false
-	if ask && plan.Checkpoint != "" {
+	if ask && !choose && plan.Checkpoint != "" {
 		if err := heldBack(opts, plan, a.stderr); err != nil {
 			return err
 		}
@@ -390,17 +415,34 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 func printApplied(out runtime.Applied, to io.Writer, states bool) error {
 	w := bufio.NewWriter(to)
 	for _, c := range out.Changes {
-		name := pathOf(c.Path, c.PathB64)
-		if len(out.Workspaces) == 1 {
-			name = cmp.Or(strings.TrimPrefix(strings.TrimPrefix(name, out.Workspaces[0].Path), "/"), ".")
-		}
-		fmt.Fprintf(w, "%s %s", c.Change, quotePath(name))
+		fmt.Fprintf(w, "%s %s", c.Change, quotePath(changeName(out, c)))
 		if states && c.New != nil {
 			w.WriteString(" " + fileStateText(*c.New))
 		}
 		w.WriteByte('\n')
 	}
 	return w.Flush()
+}
+
+// changeName is the path of a change, in a single workspace from there on.
+func changeName(out runtime.Applied, c runtime.Change) string {
+	name := pathOf(c.Path, c.PathB64)
+	if len(out.Workspaces) == 1 {
+		name = cmp.Or(strings.TrimPrefix(strings.TrimPrefix(name, out.Workspaces[0].Path), "/"), ".")
+	}
+	return name
+}
+
+// only leaves in a plan what is picked.
+func only(plan runtime.Applied, picks []runtime.ApplyPick) runtime.Applied {
+	of := map[string]bool{}
+	for _, p := range picks {
+		of[pathOf(p.Path, p.PathB64)] = true
+	}
+	plan.Changes = slices.DeleteFunc(slices.Clone(plan.Changes), func(c runtime.Change) bool {
+		return !of[pathOf(c.Path, c.PathB64)]
+	})
+	return plan
 }
 
 // fileStateText is what a file is to be, as in "(file 0644 1000:1000)".

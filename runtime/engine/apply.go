@@ -109,6 +109,10 @@ func checkApply(ref recordedState, opts runtime.ApplyOptions) error {
 			"Name the sandbox alone: agentbox apply --undo "+ref.sandbox)
 	case ways > 1:
 		return fmt.Errorf("%w: --markers, --ours and --theirs exclude each other", runtime.ErrInvalid)
+	case opts.Picks != nil && (opts.Undo || ref.state == ""):
+		return fmt.Errorf("%w: what is picked is of a checkpoint, which has to be named", runtime.ErrInvalid)
+	case opts.Patch && !opts.DryRun:
+		return fmt.Errorf("%w: patches are of a dry run", runtime.ErrInvalid)
 	}
 	for _, p := range append(slices.Clone(opts.Paths), opts.Allow...) {
 		if !path.IsAbs(p) && len(opts.Paths) > 0 {
@@ -131,7 +135,8 @@ func (bx *sandboxes) applier(
 			runtime.ErrUnsupported, sb.Name),
 			"Create one over a directory: --workspace DIR. Volumes can lie over one, too: "+
 				"agentbox volume create NAME --from DIR")
-	case ref.state != "" || opts.Workspace != "" || len(opts.Paths) > 0 || opts.Markers || opts.Ours:
+	case ref.state != "" || opts.Workspace != "" || len(opts.Paths) > 0 || opts.Markers || opts.Ours || opts.Patch ||
+		opts.Picks != nil:
 		return nil, hint(fmt.Errorf("%w: a volume is applied as it is, and as a whole", runtime.ErrUnsupported),
 			"Restore it to the checkpoint first; --force overwrites what was changed in the directory.")
 	}
@@ -181,7 +186,9 @@ const triggerApply = "apply"
 type appliedNote struct {
 	Checkpoint string `json:"checkpoint"` // what was applied
 	// Paths are, for each workspace by its path, those that were applied; ".": all.
-	Paths map[string][]string `json:"paths"`
+	Paths map[string][]string `json:"paths,omitempty"`
+	// Picks are, for each workspace, what was picked; then there are no Paths.
+	Picks map[string]apply.Taken `json:"picks,omitempty"`
 }
 
 func (w *workspaces) home() apply.Home {
@@ -321,8 +328,12 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 	if err != nil {
 		return out, err
 	}
+	picks, err := w.picks(opts)
+	if err != nil {
+		return out, err
+	}
 	note := appliedNote{Checkpoint: w.row.ID, Paths: map[string][]string{}}
-	var list []apply.Change
+	list := make([]apply.Change, 0, len(w.chosen)) // the note is of its elements
 	m := w.reader.Manifest()
 	for _, v := range w.chosen {
 		n := m.Workspace(v.Target)
@@ -335,7 +346,7 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 		change := apply.Change{
 			Place:  home.Places[at],
 			Source: apply.Source{Entries: worktree.Entries(ctx, w.reader, n), Data: w.reader.Source()},
-			Base:   w.bases.of(v.Target), Only: w.only(v, opts.Paths),
+			Base:   w.bases.of(v.Target), Only: w.only(v, opts.Paths), Picks: picks[v.Target],
 		}
 		for _, mount := range s.Mounts {
 			if rel, in := apply.Inside(v.Target, path.Clean(mount.Target)); in && rel != "." {
@@ -345,7 +356,9 @@ func (w *workspaces) Apply(ctx context.Context, _ string, opts runtime.ApplyOpti
 		note.Paths[v.Target] = change.Only
 		list = append(list, change)
 	}
-	home.Note = note
+	if home.Note = note; opts.Picks != nil {
+		home.Note = pickedNote{w.row.ID, list}
+	}
 	if w.rules, err = w.readRules(s); err != nil {
 		return out, err
 	}

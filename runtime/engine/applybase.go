@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"iter"
 	"path"
-	"slices"
 
 	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/runtime"
@@ -22,12 +21,12 @@ import (
 type lineage struct {
 	*core
 	row     store.Checkpoint
-	applied map[string]map[string][]string // by checkpoint and workspace: the paths
+	applied map[string]map[string]*appliedAt // by checkpoint and workspace
 	readers []*store.Reader
 }
 
 func newLineage(c *core, row store.Checkpoint, notes []json.RawMessage) (*lineage, error) {
-	l := &lineage{core: c, row: row, applied: map[string]map[string][]string{}}
+	l := &lineage{core: c, row: row, applied: map[string]map[string]*appliedAt{}}
 	for _, text := range notes {
 		var note appliedNote
 		if err := json.Unmarshal(text, &note); err != nil {
@@ -35,11 +34,20 @@ func newLineage(c *core, row store.Checkpoint, notes []json.RawMessage) (*lineag
 		}
 		to := l.applied[note.Checkpoint]
 		if to == nil {
-			to = map[string][]string{}
+			to = map[string]*appliedAt{}
 			l.applied[note.Checkpoint] = to
 		}
+		at := func(workspace string) *appliedAt {
+			if to[workspace] == nil {
+				to[workspace] = &appliedAt{}
+			}
+			return to[workspace]
+		}
 		for workspace, paths := range note.Paths {
-			to[workspace] = append(to[workspace], paths...)
+			at(workspace).add(paths, apply.Taken{})
+		}
+		for workspace, picks := range note.Picks {
+			at(workspace).add(nil, picks)
 		}
 	}
 	return l, nil
@@ -60,9 +68,9 @@ func (l *lineage) close() error {
 type ancestor struct {
 	reader       *store.Reader
 	upper, below int
-	digest       string   // of the tree below
-	applied      []string // paths
-	used         bool     // it has the data of a base
+	digest       string     // of the tree below
+	applied      *appliedAt // nil: nothing
+	used         bool       // it has the data of a base
 }
 
 // done closes the reader of an ancestor, unless its data is wanted.
@@ -168,7 +176,7 @@ func (b *bases) next(ctx context.Context, newer, a *ancestor) error {
 			return err
 		}
 	}
-	if len(a.applied) > 0 {
+	if a.applied != nil {
 		return b.fromApplied(ctx, a)
 	}
 	return nil
@@ -200,7 +208,7 @@ func (b *bases) fromApplied(ctx context.Context, a *ancestor) error {
 	}
 	upper, below := map[string]bool{}, map[string]bool{}
 	for p := range b.open {
-		if !slices.ContainsFunc(a.applied, func(top string) bool { return inOrAt(p, top) }) {
+		if !a.applied.has(p) {
 			continue
 		}
 		if u.has(p) {
@@ -209,7 +217,15 @@ func (b *bases) fromApplied(ctx context.Context, a *ancestor) error {
 			below[p] = true
 		}
 	}
-	return errors.Join(b.pick(ctx, a, a.upper, upper), b.pick(ctx, a, a.below, below))
+	if err := errors.Join(b.pick(ctx, a, a.upper, upper), b.pick(ctx, a, a.below, below)); err != nil {
+		return err
+	}
+	for p, part := range a.applied.parts {
+		if of, ok := b.found[p]; ok && upper[p] && of.Type == overlay.TypeFile {
+			b.found[p] = part.Base(of)
+		}
+	}
+	return nil
 }
 
 func inOrAt(p, top string) bool {

@@ -26,7 +26,7 @@ type area struct {
 	from  [2]*worktree.Target // of a checkpoint
 	tree  [2]int              // its number in that
 
-	applied []string // of a workspace that is compared with its directory: paths that were applied to it
+	applied []*appliedAt // of a workspace: what was applied to its directory
 }
 
 // workspaces returns the areas of a sandbox's workspaces. Over a directory that has changed since a
@@ -130,8 +130,8 @@ func (d *differ) movedBelow(
 	return t.Entries(), nil
 }
 
-// appliedOf returns which paths of a workspace were applied to its directory.
-func (d *differ) appliedOf(name string) (paths []string, err error) {
+// appliedOf returns what of a workspace was applied to its directory.
+func (d *differ) appliedOf(name string) (list []*appliedAt, err error) {
 	if d.c.Applies == "" {
 		return nil, nil
 	}
@@ -144,16 +144,18 @@ func (d *differ) appliedOf(name string) (paths []string, err error) {
 		return nil, err
 	}
 	for _, of := range l.applied {
-		paths = append(paths, of[name]...)
+		if at := of[name]; at != nil {
+			list = append(list, at)
+		}
 	}
-	return paths, nil
+	return list, nil
 }
 
 // given reports whether a change is only that an apply gave a file an owner, as it does with all that
 // comes.
 func (a area) given(c overlay.Change) bool {
 	return slices.Equal(c.What, []string{overlay.WhatOwner}) &&
-		slices.ContainsFunc(a.applied, func(top string) bool { return inOrAt(c.Path, top) })
+		slices.ContainsFunc(a.applied, func(at *appliedAt) bool { return at.has(c.Path) || at.dirs[c.Path] })
 }
 
 // within returns the path in the area of a path in the sandbox, and whether it is in it.

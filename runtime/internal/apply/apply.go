@@ -124,6 +124,9 @@ type Change struct {
 	Only []string
 	// Hidden are paths in the workspace that something else is mounted over.
 	Hidden []string
+	// Picks are what is chosen of a workspace's changes; nil: all. Taken is what has come of them.
+	Picks Picks
+	Taken Taken
 }
 
 // Phases of an apply. From phaseWrite on the directories may be touched.
@@ -241,13 +244,13 @@ func Run(
 	}
 	t := &txn{home: h}
 	defer t.close()
-	if h.Note != nil {
-		if t.head.Note, err = json.Marshal(h.Note); err != nil {
+	for i := range list {
+		if err := t.planFor(ctx, &list[i], opts, out); err != nil {
 			return err
 		}
 	}
-	for i := range list {
-		if err := t.planFor(ctx, &list[i], opts, out); err != nil {
+	if h.Note != nil { // it may tell what is Taken
+		if t.head.Note, err = json.Marshal(h.Note); err != nil {
 			return err
 		}
 	}
@@ -486,9 +489,7 @@ func (a *applied) add(head header) bool {
 		}
 	}
 	added := len(a.List) > had
-	if n := len(a.List); n > maxApplied {
-		a.List = a.List[n-maxApplied:]
-	}
+	a.prune()
 	return added
 }
 

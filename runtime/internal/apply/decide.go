@@ -106,12 +106,27 @@ func now() overlay.Time {
 
 // take has the sandbox's version of a path come.
 func (m *merger) take(ctx context.Context, rel string, s side, f found) error {
+	seen, whole := "", s
+	made := m.plan.merged[rel]
+	if m.shows() {
+		seen = m.seen(rel, s, f, made)
+		if err := m.check(rel, seen); err != nil {
+			return err
+		}
+	}
+	if pick := m.change.Picks[rel]; pick != nil && pick.parted() {
+		var err error
+		if made, err = m.someHunks(ctx, rel, s, f, made, pick); err != nil {
+			return err
+		}
+		m.plan.merged[rel] = made
+	}
 	if s.Entry != nil {
 		e := *s.Entry
-		if to := m.plan.merged[rel]; to != nil {
-			e.Mode, e.Size, e.Mtime = to.mode, int64(len(to.content)), to.mtime
+		if made != nil {
+			e.Mode, e.Size, e.Mtime = made.mode, int64(len(made.content)), made.mtime
 			s = side{&e, func(context.Context) (io.ReadCloser, error) {
-				return io.NopCloser(bytes.NewReader(to.content)), nil
+				return io.NopCloser(bytes.NewReader(made.content)), nil
 			}}
 		}
 		if err := m.gate.comes(e); err != nil {
@@ -120,7 +135,11 @@ func (m *merger) take(ctx context.Context, rel string, s side, f found) error {
 	}
 	m.git(rel, f.kind(), s.kind())
 	m.taken++
+	at := len(m.out.Changes)
 	if err := m.coming(ctx, rel, s, f); err != nil {
+		return err
+	}
+	if err := m.show(ctx, at, seen, whole, f, made); err != nil {
 		return err
 	}
 	m.op(rel, s, f)

@@ -2,6 +2,7 @@ package apply
 
 import (
 	"context"
+	"encoding/json"
 	"io"
 	"path"
 	"slices"
@@ -71,6 +72,10 @@ type merger struct {
 	whole  string           // a directory that comes as a whole
 	taken  int              // how many paths come
 	text   int              // bytes that were merged
+
+	way     map[string]bool // what is picked, and the directories that lead there; nil: all comes
+	shown   int             // bytes of patches
+	leftOut int             // bytes of text of which only a part comes
 }
 
 // merge plans what comes of a workspace.
@@ -90,6 +95,7 @@ func (p *part) merge(ctx context.Context, c *Change, opts runtime.ApplyOptions, 
 	if len(m.list) == 0 {
 		return nil
 	}
+	m.lead()
 	paths, err := m.paths(ctx)
 	if err != nil {
 		return err
@@ -99,6 +105,9 @@ func (p *part) merge(ctx context.Context, c *Change, opts runtime.ApplyOptions, 
 	}
 	changed := len(out.Changes)
 	if err := m.both(ctx, 0, len(m.list), false); err != nil {
+		return err
+	}
+	if err := m.picksUsed(); err != nil {
 		return err
 	}
 	if err := m.bare(); err != nil {
@@ -185,7 +194,7 @@ func (m *merger) leads(p string) bool {
 
 // skips reports whether nothing at a path and below it is applied.
 func (m *merger) skips(p string) bool {
-	return !m.wants(p) && !m.leads(p) ||
+	return !m.wants(p) && !m.leads(p) || m.way != nil && !m.way[p] ||
 		slices.ContainsFunc(m.change.Hidden, func(top string) bool { return within(p, top) })
 }
 
@@ -288,6 +297,9 @@ func (m *merger) node(ctx context.Context, i int, hides bool) (next int, err err
 		m.leave(i, next)
 		_, err = m.remove(ctx, rel)
 		return next, err
+	case !m.picked(rel):
+		m.leave(i, next)
+		return next, nil
 	case f.isDir():
 		return next, m.overDir(ctx, rel, s, b, f)
 	}
@@ -306,7 +318,7 @@ func (m *merger) node(ctx context.Context, i int, hides bool) (next int, err err
 func (m *merger) both(ctx context.Context, i, end int, hides bool) error {
 	rel := m.list[i].Path
 	hides = hides || opaque(&m.list[i])
-	if m.wants(rel) {
+	if m.wants(rel) && m.picked(rel) {
 		if err := m.attrs(ctx, rel, m.upper(i), m.baseOf(rel)); err != nil {
 			return err
 		}
@@ -365,19 +377,28 @@ func (m *merger) attrs(ctx context.Context, rel string, s, b side) error {
 	now := old
 	now.Mode, now.UID, now.GID, now.Xattrs = to.Mode, to.UID, to.GID, s.Xattrs
 	to.Sec, to.Nsec = have.Sec, have.Nsec
+	was, _ := json.Marshal(have) // of numbers and bytes
+	seen := m.seen(rel, side{Entry: &now}, found{print: string(was)}, nil)
+	if err := m.check(rel, seen); err != nil {
+		return err
+	}
 	m.plan.Dirs = append(m.plan.Dirs, dirOp{Path: []byte(rel), Old: have, New: to})
 	what, err := differ(ctx, side{Entry: &old}, side{Entry: &now})
 	if err != nil {
 		return err
 	}
 	m.record(overlay.Modified, rel, &old, &now, what)
-	return nil
+	return m.show(ctx, len(m.out.Changes)-1, seen, side{Entry: &now}, found{}, nil)
 }
 
 // newDir plans for a directory where the host's directory has none.
 func (m *merger) newDir(ctx context.Context, i, end int, s, b side, f found) error {
 	rel, outer := m.list[i].Path, m.whole
 	if f.Entry != nil { // a file
+		if !m.picked(rel) {
+			m.leave(i, end)
+			return nil
+		}
 		same, err := alike(ctx, f.side, b, m.opts.Owners)
 		if err != nil {
 			return err
@@ -400,7 +421,14 @@ func (m *merger) newDir(ctx context.Context, i, end int, s, b side, f found) err
 		return err
 	}
 	taken := m.taken
-	if m.wants(rel) && !b.isDir() {
+	seen := ""
+	if m.shows() {
+		seen = m.seen(rel, s, f, nil)
+		if err := m.check(rel, seen); err != nil {
+			return err
+		}
+	}
+	if m.wants(rel) && m.picked(rel) && !b.isDir() {
 		m.taken++
 	}
 	for j := i + 1; j < end; {
@@ -416,7 +444,11 @@ func (m *merger) newDir(ctx context.Context, i, end int, s, b side, f found) err
 		return nil
 	}
 	m.git(rel, f.kind(), overlay.TypeDir)
+	at := len(m.out.Changes)
 	if err := m.coming(ctx, rel, s, f); err != nil {
+		return err
+	}
+	if err := m.show(ctx, at, seen, s, f, nil); err != nil {
 		return err
 	}
 	m.op(rel, s, f)
@@ -506,7 +538,7 @@ func (m *merger) remove(ctx context.Context, rel string) (all bool, err error) {
 		if err != nil {
 			return false, err
 		}
-		all = m.wants(rel) && b.isDir()
+		all = m.wants(rel) && b.isDir() && (len(names) > 0 || m.picked(rel))
 		for _, name := range names {
 			gone, err := m.remove(ctx, path.Join(rel, name))
 			if err != nil {
