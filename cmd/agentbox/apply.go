@@ -23,6 +23,7 @@ type applyOptions struct {
 	Format      string
 	Commit      bool
 	Message     string
+	Branch      string
 	ByHunk      bool
 	Interactive bool
 }
@@ -43,6 +44,8 @@ func (o *applyOptions) addFlags(fl *pflag.FlagSet) {
 	fl.BoolVarP(&o.Yes, "yes", "y", false, "do not ask on a terminal")
 	fl.BoolVar(&o.Commit, "git-commit", false, "commit what comes in the directory's git repository, as you")
 	fl.StringVarP(&o.Message, "message", "m", "", "the `TEXT` of that commit's message")
+	fl.StringVar(&o.Branch, "branch", "",
+		"with --git-commit, commit on branch `NAME` alone, new or not checked out; the directory stays as it is")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
 }
 
@@ -64,6 +67,8 @@ func (o *applyOptions) check() error {
 		return usageErrorf("--markers, --ours and --theirs exclude each other")
 	case o.Message != "" && !o.Commit:
 		return usageErrorf("--message is for --git-commit")
+	case o.Branch != "" && !o.Commit:
+		return usageErrorf("--branch is for --git-commit")
 	case o.Commit && (o.DryRun || o.Undo || o.Markers):
 		return usageErrorf("--git-commit cannot be combined with --dry-run, --undo or --markers")
 	case o.Undo && (o.Workspace != "" || len(o.Paths) > 0):
@@ -145,7 +150,10 @@ named and left out.
 --git-commit commits what comes, and nothing else, to the git repository that the directory is in,
 as you (as the user that called sudo), without hooks. It refuses what has staged
 changes in the index already. What git ignores comes and is not committed. --undo does not take the
-commit back.
+commit back. With --branch NAME the commit is on that branch alone, which is made of HEAD if there is
+none: the directory, its index and the current branch stay as they are, and so do the changes in the
+sandbox, which are still there to be applied. It is what the sandbox has changed, carried over to the
+branch as by 'git cherry-pick'.
 
 --undo takes the last apply back, and gives a volume its changes back. What the directory
 had is kept until the next apply; if that is on another mount than agentbox's state, as
@@ -160,6 +168,7 @@ output), risk (score, reasons), approval, canaries.`,
   agentbox apply -p -- src
   agentbox apply --undo
   agentbox apply --git-commit -m 'Parse dates' -- src
+  agentbox apply --git-commit --branch agent/dates
   agentbox apply --dry-run c
   agentbox apply c@HEAD~1 -- /work/src /work/README
   agentbox apply --markers c
@@ -208,7 +217,7 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 		return err
 	}
 	look := opts.ApplyOptions
-	look.DryRun, look.Patch = true, choose
+	look.DryRun, look.Patch = true, choose || opts.Branch != ""
 	plan, err := svc.Apply(ctx, what, look)
 	if err != nil {
 		return err
@@ -230,7 +239,7 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 	}
 	var repositories []*repository
 	if opts.Commit {
-		if repositories, err = openRepositories(ctx, plan); err != nil {
+		if repositories, err = openRepositories(ctx, plan, opts.Branch != ""); err != nil {
 			return err
 		}
 	}
@@ -252,11 +261,14 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 		}
 		shown = true
 	}
+	if opts.Branch != "" {
+		return a.onBranch(ctx, opts, what, repositories, svc, shown)
+	}
 	out, err := runApply(ctx, opts, what, svc, a.stdout, a.stderr, shown)
 	if err != nil {
 		return err
 	}
-	message := cmp.Or(opts.Message, fmt.Sprintf("Apply checkpoint %.12s of sandbox %s", out.Checkpoint, out.SandboxName))
+	message := opts.commitMessage(out)
 	for _, r := range repositories {
 		if err := r.commit(ctx, out, message, a.stderr); err != nil {
 			return &runtime.Error{Err: fmt.Errorf("the changes are applied, and not committed: %w", err),
@@ -264,6 +276,11 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 		}
 	}
 	return nil
+}
+
+// commitMessage is what a commit of an apply says.
+func (o *applyOptions) commitMessage(out runtime.Applied) string {
+	return cmp.Or(o.Message, fmt.Sprintf("Apply checkpoint %.12s of sandbox %s", out.Checkpoint, out.SandboxName))
 }
 
 // heldBack shows what keeps an apply from being done as it was asked for, and what would let it.
@@ -311,8 +328,11 @@ func confirmApply(
 	if needsApproval(plan) {
 		return confirmApproval(ctx, *plan.Approval, stdin, stderr)
 	}
-	fmt.Fprint(stderr, printable(fmt.Sprintf("Apply %s to %s? [y/N] ",
-		countText(int64(len(plan.Changes)), "change"), originals(plan))))
+	question := fmt.Sprintf("Apply %s to %s? [y/N] ", countText(int64(len(plan.Changes)), "change"), originals(plan))
+	if opts.Branch != "" {
+		question = fmt.Sprintf("Commit %s to branch %s? [y/N] ", countText(int64(len(plan.Changes)), "change"), opts.Branch)
+	}
+	fmt.Fprint(stderr, printable(question))
 	return confirmed(ctx, stdin, stderr, "nothing was applied")
 }
 

@@ -9,7 +9,6 @@ import (
 	"os"
 	"os/exec"
 	"os/user"
-	"path"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -27,11 +26,12 @@ type repository struct {
 	prefix    string // the workspace's directory in it
 	as        *syscall.Credential
 	env       []string
+	parts     map[string]bool // files of which only some hunks come, by their paths in the sandbox
 }
 
 // openRepositories finds the repositories of an apply, and refuses those that cannot take a commit of
-// just what comes.
-func openRepositories(ctx context.Context, plan runtime.Applied) (list []*repository, err error) {
+// just what comes. elsewhere: the commit leaves the directory and its index alone.
+func openRepositories(ctx context.Context, plan runtime.Applied, elsewhere bool) (list []*repository, err error) {
 	if len(plan.Workspaces) == 0 {
 		return nil, fmt.Errorf("%w: --git-commit is for workspaces", runtime.ErrUnsupported)
 	}
@@ -44,7 +44,7 @@ func openRepositories(ctx context.Context, plan runtime.Applied) (list []*reposi
 		if len(r.paths(plan)) == 0 {
 			continue
 		}
-		if err := r.open(ctx, plan); err != nil {
+		if err := r.open(ctx, plan, elsewhere); err != nil {
 			return nil, err
 		}
 		list = append(list, r)
@@ -76,6 +76,20 @@ func caller() (*syscall.Credential, []string, error) {
 
 // git runs git in the repository, and returns what it printed.
 func (r *repository) git(ctx context.Context, stdin []string, args ...string) (string, error) {
+	return r.gitOn(ctx, nulled(stdin), args...)
+}
+
+// nulled ends each of some texts by a NUL.
+func nulled(list []string) io.Reader {
+	var in strings.Builder
+	for _, s := range list {
+		in.WriteString(s + "\x00")
+	}
+	return strings.NewReader(in.String())
+}
+
+// gitOn is git with a stream for its stdin.
+func (r *repository) gitOn(ctx context.Context, stdin io.Reader, args ...string) (string, error) {
 	// Programs that the repository names may have come with the apply.
 	args = append([]string{"-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false",
 		"-c", "safe.bareRepository=explicit"}, args...)
@@ -84,24 +98,21 @@ func (r *repository) git(ctx context.Context, stdin []string, args ...string) (s
 	if r.as != nil {
 		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: r.as}
 	}
-	var in strings.Builder
-	for _, p := range stdin {
-		in.WriteString(p + "\x00")
-	}
 	var out, said bytes.Buffer
-	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(in.String()), &out, &said
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdin, &out, &said
 	err := cmd.Run()
 	if ctx.Err() != nil {
 		return "", context.Cause(ctx)
 	}
 	var exit *exec.ExitError
 	if errors.As(err, &exit) {
-		err = fmt.Errorf("git %s in %s: %w: %s", strings.Join(args[:min(2, len(args))], " "), r.top, err, strings.TrimSpace(said.String()))
+		err = fmt.Errorf("git %s in %s: %w: %s", strings.Join(args[6:min(8, len(args))], " "), r.top, err,
+			strings.TrimSpace(said.String()))
 	}
 	return out.String(), err
 }
 
-func (r *repository) open(ctx context.Context, plan runtime.Applied) error {
+func (r *repository) open(ctx context.Context, plan runtime.Applied, elsewhere bool) error {
 	text, err := r.git(ctx, nil, "rev-parse", "--show-toplevel")
 	if err != nil {
 		return &runtime.Error{Err: fmt.Errorf("%w: no commit can be made: %w", runtime.ErrState, err),
@@ -110,6 +121,9 @@ func (r *repository) open(ctx context.Context, plan runtime.Applied) error {
 	r.top = strings.TrimSuffix(text, "\n")
 	if r.prefix, err = filepath.Rel(r.top, r.workspace.Original); err != nil {
 		return err
+	}
+	if elsewhere {
+		return nil
 	}
 	if _, err = r.git(ctx, nil, "rev-parse", "-q", "--verify", "MERGE_HEAD"); err == nil {
 		return &runtime.Error{Err: fmt.Errorf("%w: a merge is under way in %s", runtime.ErrState, r.top),
@@ -126,15 +140,8 @@ func (r *repository) open(ctx context.Context, plan runtime.Applied) error {
 // paths lists the files of an apply that git can have, as paths in the repository.
 func (r *repository) paths(out runtime.Applied) (list []string) {
 	for _, c := range out.Changes {
-		name := pathOf(c.Path, c.PathB64)
-		rel, ok := strings.CutPrefix(name, strings.TrimSuffix(r.workspace.Path, "/")+"/")
-		if !ok || c.Type == "dir" || slices.ContainsFunc(out.Workspaces, func(w runtime.AppliedWorkspace) bool {
-			return len(w.Path) > len(r.workspace.Path) && strings.HasPrefix(name, w.Path+"/") // that of another one
-		}) {
-			continue
-		}
-		if !slices.Contains(strings.Split(rel, "/"), ".git") {
-			list = append(list, path.Join(filepath.ToSlash(r.prefix), rel))
+		if name, ok := r.pathOf(out, c); ok && c.Type != "dir" {
+			list = append(list, name)
 		}
 	}
 	return list

@@ -167,3 +167,41 @@ func (it applyItem) picked(hunks []int, mode bool) []runtime.ApplyPick {
 	}
 	return list
 }
+
+// applyHunks makes a patch's changes to the very text that it is of.
+func applyHunks(text, patch string) (string, error) {
+	lines := strings.SplitAfter(text, "\n")
+	if lines[len(lines)-1] == "" {
+		lines = lines[:len(lines)-1]
+	}
+	var out strings.Builder
+	at := 0
+	for _, h := range parseHunks(patch) {
+		from := h.old - 1
+		if !slices.ContainsFunc(h.lines, func(s string) bool { return s[0] != '+' }) {
+			from = h.old // the line after which it comes
+		}
+		if from < at || from > len(lines) {
+			return "", fmt.Errorf("a hunk at line %d of %d", h.old, len(lines))
+		}
+		out.WriteString(strings.Join(lines[at:from], ""))
+		at = from
+		for _, s := range h.lines {
+			line, open := strings.CutSuffix(s[1:], "\n\\ No newline at end of file")
+			if !open {
+				line += "\n"
+			}
+			if s[0] != '+' {
+				if at >= len(lines) || lines[at] != line {
+					return "", fmt.Errorf("line %d is not the one that was shown", at+1)
+				}
+				at++
+			}
+			if s[0] != '-' {
+				out.WriteString(line)
+			}
+		}
+	}
+	out.WriteString(strings.Join(lines[at:], ""))
+	return out.String(), nil
+}

@@ -181,3 +181,29 @@ func TestApplyPicksOnTerminal(t *testing.T) {
 	p.expect("take it back with: agentbox apply --undo c")
 	p.end(0)
 }
+
+func TestApplyHunks(t *testing.T) {
+	const text = "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n11\n12\n13\n14\n15\n16\n17\n"
+	got, err := applyHunks(text, twoHunks)
+	want := "1\ntwo\n3\n5\nfive and a half\n6\n7\n8\n9\n10\n11\n12\n13\n14\n15\n16\nseventeen"
+	if got != want || err != nil {
+		t.Errorf("%q %v", got, err)
+	}
+	for patch, want := range map[string]string{
+		"@@ -0,0 +1,2 @@\n+a\n+b\n":            "a\nb\n" + text,
+		"@@ -2,0 +3 @@\n+between\n":            strings.Replace(text, "2\n", "2\nbetween\n", 1),
+		"@@ -17 +16,0 @@\n-17\n":               strings.TrimSuffix(text, "17\n"),
+		"@@ -1 +1 @@\n-one\n+1\n":              "",
+		"@@ -18 +18 @@\n-18\n":                 "",
+		"@@ -3 +2,0 @@\n-3\n@@ -1 +1 @@\n-1\n": "",
+	} {
+		if got, err := applyHunks(text, patch); got != want || (err == nil) != (want != "") {
+			t.Errorf("%q: %q %v", patch, got, err)
+		}
+	}
+	for args, says := range map[string]string{
+		"--branch b c": "--branch is for --git-commit", "--git-commit --branch b --undo c": "cannot be combined",
+	} {
+		try(t, newFake(), "", append([]string{"apply"}, strings.Fields(args)...)...).want(t, exitUsage, "", says)
+	}
+}
