@@ -101,3 +101,42 @@ func workspacePick(t *testing.T, b *box) {
 	equal(b, "bin", readFile(t, filepath.Join(dir, "bin")), "\x00\x02")
 	equal(b, "one more apply", b.ok("apply", "s"), "")
 }
+
+// TestUndoPick chooses a step on a terminal, by what has changed since, and goes there.
+func TestUndoPick(t *testing.T) {
+	t.Parallel()
+	b := memoryBox(t)
+	dir := project(t)
+	b.start("s", "--network", "none", "--workspace", dir+":/work", "busybox", "sleep", "1000")
+	for _, n := range []string{"one", "two", "three"} {
+		b.ok("exec", "s", "sh", "-c", "echo "+n+" > /work/step")
+	}
+	before := b.ok("undo", "--list", "s")
+	m := b.terminal("undo", "--list", "s")
+	m.shows("-two\x1b[m") // what the last step has changed
+	m.shows("+three")
+	m.enter("\x1b[B")
+	m.shows("-one")
+	m.enter("q")
+	equal(b, "the exit code", m.ends(), 0)
+	equal(b, "the steps after a look", b.ok("undo", "--list", "s"), before)
+
+	m = b.terminal("undo", "--list", "s")
+	m.shows("+three")
+	m.enter("j\r")
+	m.shows("Undo 2 steps in s? [y/N]")
+	m.enter("y")
+	m.shows("redo with: agentbox redo s")
+	equal(b, "the exit code", m.ends(), 0)
+	equal(b, "the file", b.ok("exec", "s", "cat", "/work/step"), "one")
+	m = b.terminal("undo", "--list", "s")
+	m.shows("up/down choose")
+	m.enter("g")
+	m.shows("What redo to here brings:")
+	m.shows("+three")
+	m.enter("\r")
+	m.shows("Redo 2 steps in s? [y/N]")
+	m.enter("y")
+	equal(b, "the exit code", m.ends(), 0)
+	equal(b, "the file again", b.ok("exec", "s", "cat", "/work/step"), "three")
+}

@@ -26,6 +26,7 @@ func fakeMain() {
 	f := history()
 	f.diff = patched().diff
 	f.program = talk
+	f.undoList = threeSteps(f)
 	f.sandboxes[1].Spec.Terminal, f.sandboxes[1].Spec.OpenStdin = true, true
 	f.exits[f.sandboxes[1].ID] = make(chan int, 1)
 	a := newApp()

@@ -30,7 +30,7 @@ type undoOptions struct {
 }
 
 func (o *undoOptions) addFlags(fl *pflag.FlagSet) {
-	fl.BoolVarP(&o.List, "list", "l", false, "list where undo and redo lead, and change nothing")
+	fl.BoolVarP(&o.List, "list", "l", false, "list where undo and redo lead; on a terminal, to choose one")
 	if !o.redo {
 		fl.Var(list(&o.Paths), "path",
 			"put back only `PATH` and what is below it; the processes go on (up to 100 times)")
@@ -67,8 +67,10 @@ each exec that has changed a file.
 
 --list shows the steps: how many back each one is, what it was, how many paths were added (+),
 modified (~) and deleted (-) since the step before it, and its age. "now" is where the sandbox
-is, and redo 1 where redo leads. --dry-run shows what would change, as that of 'agentbox restore'
-does.
+is, and redo 1 where redo leads. On a terminal, unless --format is given, it is a list to choose
+from, with what has changed since each step beside or below it: the arrows, j and k move, space
+and b scroll, enter goes there after a question, q leaves and changes nothing. --dry-run shows what
+would change, as that of 'agentbox restore' does.
 
 It prints the sandbox's name; with --format json what 'agentbox restore' prints, and redo: how many
 steps redo can go. With --list it is one object: sandbox, sandbox_name, changed (files changed
@@ -76,7 +78,7 @@ since HEAD) and steps, which are as 'agentbox checkpoint inspect' prints them, w
 		Example: `  agentbox undo c
   agentbox undo c 3
   agentbox undo 3                           # in the directory of a workspace
-  agentbox undo --list c
+  agentbox undo --list c                    # on a terminal, choose a step
   agentbox undo --dry-run c
   agentbox undo --files c
   agentbox undo --path /work/src c 2
@@ -143,6 +145,8 @@ func undoCommand(a *app, opts *undoOptions, cmd *cobra.Command) *cobra.Command {
 				return err
 			}
 			switch {
+			case opts.List && a.picksStep(cmd):
+				return a.runUndoPick(ctx, uo, sandbox, svc)
 			case opts.List:
 				return runUndoList(ctx, opts.Format, sandbox, svc, a.stdout, a.now())
 			case opts.DryRun:

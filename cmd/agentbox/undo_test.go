@@ -2,7 +2,10 @@ package main
 
 import (
 	"reflect"
+	"regexp"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -82,5 +85,124 @@ func TestUndoList(t *testing.T) {
 	try(t, f, "", "redo", "--dry-run", "run")
 	if !f.undoOpts.Redo {
 		t.Error("it is not the plan of redo")
+	}
+}
+
+// threeSteps is a history with a step forward and two back.
+func threeSteps(f *fakeService) runtime.UndoList {
+	step := func(id, message string, back int) runtime.UndoStep {
+		return runtime.UndoStep{Back: back, Checkpoint: runtime.Checkpoint{
+			ID: strings.Repeat(id, 32), Message: message, Kind: runtime.KindFull, Created: f.checkpoints[0].Created,
+			Changes: &runtime.Changes{Added: 2, Modified: 1, Deleted: 3},
+		}}
+	}
+	return runtime.UndoList{Sandbox: f.sandboxes[1].ID, SandboxName: "run", Steps: []runtime.UndoStep{
+		step("a", "forward", -1), step("b", "present", 0), step("c", "make\x1b[31m test", 1), step("d", "the first", 2),
+	}}
+}
+
+// TestUndoPicker chooses a step on a terminal, which is as it was afterwards.
+func TestUndoPicker(t *testing.T) {
+	begin := func() *ptyRun {
+		t.Helper()
+		p := onPty(t, "undo", "--list", "run")
+		p.expect("What has changed since, and undo takes back:") // at the first step back
+		p.expect("new file mode 100644")
+		p.expect("up/down choose")
+		if !p.raw() {
+			t.Error("the terminal is not raw")
+		}
+		return p
+	}
+	end := func(p *ptyRun, code int) {
+		t.Helper()
+		p.expect(screenOff)
+		p.end(code)
+		if strings.Contains(p.seen.String(), "\x1b[31m test") || strings.Contains(p.seen.String(), "[31mtwo\xff") {
+			t.Error("what came out of the sandbox drives the terminal")
+		}
+	}
+	p := begin()
+	p.write("\x1b[B") // the arrow down
+	p.write("\r")
+	p.expect("Undo 2 steps in run? [y/N]")
+	p.write("n")
+	p.write("kkk")
+	p.expect("What redo to here brings:")
+	p.write("j\r")
+	p.expect("The sandbox is at this step.")
+	p.resize(140, 30)
+	p.expect("│")
+	p.write("j\ry")
+	p.expect("Undo 1 step in run? [y/N]") // an answer before the question is none
+	p.write("y")
+	p.expect("is at step")
+	end(p, 0)
+
+	p = begin()
+	p.write("g\r")
+	p.expect("Redo 1 step in run? [y/N]")
+	p.write("y")
+	p.expect("is at step")
+	end(p, 0)
+
+	for _, keys := range []string{"q", "\x03"} {
+		p = begin()
+		p.write(keys)
+		end(p, 0)
+		if strings.Contains(p.seen.String(), "is at step") {
+			t.Errorf("%q goes somewhere", keys)
+		}
+	}
+	p = begin()
+	if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	end(p, 143)
+
+	p = onPty(t, "undo", "--list", "--format", "name", "run")
+	p.expect("STEP")
+	p.end(0)
+	if strings.Contains(p.seen.String(), "\x1b[?1049h") {
+		t.Error("with --format, it is no list to choose from")
+	}
+}
+
+func TestStepPickerKeys(t *testing.T) {
+	var p stepPicker
+	var got []string
+	for _, typed := range []string{"j\x1b", "[", "A\x1bOBq", "\x1b[5", "~\x1bx"} {
+		got = append(got, p.split([]byte(typed))...)
+	}
+	if want := []string{"j", "\x1b[A", "\x1bOB", "q", "\x1b[5~", "\x1b", "x"}; !reflect.DeepEqual(got, want) {
+		t.Errorf("keys %q, want %q", got, want)
+	}
+}
+
+// TestStepPickerFits: nothing is drawn outside of any terminal, and the step that is chosen is on it.
+func TestStepPickerFits(t *testing.T) {
+	list := runtime.UndoList{SandboxName: "run"}
+	for i := range 50 {
+		list.Steps = append(list.Steps, runtime.UndoStep{Back: i, Checkpoint: runtime.Checkpoint{Message: "step"}})
+	}
+	for _, size := range []runtime.Size{{Width: 40, Height: 10}, {Width: 80, Height: 24}, {Width: 200, Height: 60}} {
+		p := &stepPicker{list: list, size: size, diffs: map[int][]string{}}
+		for i := range list.Steps {
+			p.diffs[i] = strings.Split(strings.Repeat("+line\n", 300), "\n")
+		}
+		for _, key := range strings.Split(strings.Repeat("j ", 60)+"b g G b k", " ") {
+			p.press(key)
+			screen := string(p.draw())
+			for _, m := range regexp.MustCompile(`\x1b\[(\d+);(\d+)H`).FindAllStringSubmatch(screen, -1) {
+				row, _ := strconv.Atoi(m[1])
+				column, _ := strconv.Atoi(m[2])
+				if row < 1 || row > int(size.Height) || column < 1 || column > int(size.Width) {
+					t.Fatalf("%v: drawn at %d,%d", size, row, column)
+				}
+			}
+			if n := strings.Count(screen, reversed); n != 2 { // the step and the keys
+				t.Fatalf("%v: %d reversed lines after %q", size, n, key)
+			}
+		}
 	}
 }
