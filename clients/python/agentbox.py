@@ -324,6 +324,16 @@ class Client:
         """Is this host able to checkpoint, and if not, why?"""
         return Readiness(self.get("ready"))
 
+    def approvals(self):
+        """The applies that a person has to approve, newest first; see Approval."""
+        return self._list("approvals")
+
+    def approve(self, approval):
+        """Lets an apply pass, once and until it expires, by the id of its approval: for a program that a
+        person uses. An agent must not have it.
+        """
+        return self.post("approvals/%s/approve" % _segment(approval), {})
+
     # Sandboxes.
 
     def sandbox(self, name):

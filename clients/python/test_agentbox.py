@@ -191,6 +191,17 @@ class TestService(unittest.TestCase):
             with self.assertRaises(agentbox.State):
                 box.apply()
             box.apply(theirs=True)
+            with open(os.path.join(directory, ".agentbox.yaml"), "w") as f:
+                f.write("apply: {approve: {paths: [made]}, validators: ['grep -q once made']}\n")
+            box.write("/work/made", b"once more")
+            with self.assertRaises(agentbox.Approval):
+                box.apply()
+            (asked,) = self.client.approvals()
+            self.assertEqual((asked["sandbox_name"], asked["some"]), ("worker", ["M /work/made"]))
+            self.client.approve(asked["id"])
+            report = box.apply()
+            self.assertEqual((report["approval"]["id"], report["validators"][0]["exit"]), (asked["id"], 0))
+            self.assertEqual(self.client.approvals(), [])
 
     def test_list_and_delete(self):
         with self.client.session() as session:
