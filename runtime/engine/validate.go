@@ -13,6 +13,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/internal/failpoint"
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
@@ -377,7 +379,9 @@ func (rs *restores) runValidator(ctx context.Context, r *restoration, v validato
 	back := runtime.Aside(ctx) // it may take long
 	exit, err := r.sb.host.Wait(ctx, r.sb.ID)
 	back()
-	if out.TimedOut = errors.Is(ctx.Err(), context.DeadlineExceeded); err != nil && !out.TimedOut {
+	if out.TimedOut = errors.Is(ctx.Err(), context.DeadlineExceeded); out.TimedOut {
+		exit = 128 + int(unix.SIGKILL)
+	} else if err != nil {
 		return err
 	}
 	if err := r.sb.host.Stop(context.WithoutCancel(ctx), r.sb.ID, runtime.StopOptions{}); err != nil {
