@@ -109,6 +109,15 @@ rm flat; mkdir flat; echo in > flat/in`)
 	}
 	b.fails(2, "apply", "--branch", "x", "s")
 	equal(b, "after what was refused", state(), was)
+
+	// What has to be judged does not get around it by a branch.
+	put(t, dir, ".agentbox.yaml", "apply: {validators: ['true']}\n")
+	was = state()
+	if said := b.fails(7, "apply", "--git-commit", "--branch", "judged", "s"); !strings.Contains(said,
+		"not judged by the rules") {
+		t.Errorf("with a validator: %s", said)
+	}
+	equal(b, "after that", state(), was)
 }
 
 // withoutObjects leaves out the objects of a repository, which are there for commits to be.

@@ -247,6 +247,11 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 		if err := heldBack(opts, plan, a.stderr); err != nil {
 			return err
 		}
+		if opts.Branch != "" {
+			if err := unjudged(plan); err != nil {
+				return err
+			}
+		}
 		if len(plan.Changes) == 0 && len(plan.Conflicts) == 0 {
 			fmt.Fprintln(a.stderr, printable("nothing to apply to "+originals(plan)))
 			return nil

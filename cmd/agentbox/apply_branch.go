@@ -43,7 +43,7 @@ func (a *app) onBranch(
 	if err != nil {
 		return err
 	}
-	if err := heldBack(opts, plan, a.stderr); err != nil {
+	if err := errors.Join(heldBack(opts, plan, a.stderr), unjudged(plan)); err != nil {
 		return err
 	}
 	parts := map[string]bool{}
@@ -111,6 +111,18 @@ func (a *app) onBranch(
 		fmt.Fprintln(a.stderr, printable("nothing to commit on "+opts.Branch))
 	}
 	return nil
+}
+
+// unjudged refuses a commit on a branch of what has to be judged first: that is done where it reaches the
+// directory, and from a branch it would get there by a merge.
+func unjudged(plan runtime.Applied) error {
+	if len(plan.Validators) == 0 && len(plan.Canaries) == 0 && !needsApproval(plan) {
+		return nil
+	}
+	return &runtime.Error{
+		Err: fmt.Errorf("%w: a commit on a branch is not judged by the rules that %s has for an apply", runtime.ErrDenied,
+			originals(plan)), Hint: "Leave --branch out: apply judges what comes, and --git-commit commits it.",
+	}
 }
 
 // showCommitted lists what was committed.
