@@ -385,6 +385,7 @@ type Applied struct {
 	Checkpoint string             `json:"checkpoint,omitempty"` // of workspaces: what was applied, by its id
 	Workspaces []AppliedWorkspace `json:"workspaces,omitempty"`
 	Merged     []string           `json:"merged,omitempty"` // paths of files that both sides had changed
+	Refs       []AppliedRef       `json:"refs,omitempty"`   // of the Conflicts that are refs of git
 	// The validators of workspaces, in order: of a dry run those that would run.
 	Validators []Validated `json:"validators,omitempty"`
 	// The checks of canaries: of a dry run all that there are, else those of which something has come.
@@ -393,6 +394,14 @@ type Applied struct {
 	Risk *Risk `json:"risk,omitempty"`
 	// Approval is what a person has to approve, or has approved; nil: the apply needs no approval.
 	Approval *Approval `json:"approval,omitempty"`
+}
+
+// AppliedRef is a ref of git that both sides have moved.
+type AppliedRef struct {
+	Path      string `json:"path"`      // in the sandbox
+	Ref       string `json:"ref"`       // as in refs/heads/main
+	Directory string `json:"directory"` // the commit that it is there; empty: it is none, or a symbolic one
+	Sandbox   string `json:"sandbox"`   // likewise
 }
 
 // Risk rates what an Apply changes by a fixed table of reasons.

@@ -111,7 +111,7 @@ func TestUndoPick(t *testing.T) {
 	for _, n := range []string{"one", "two", "three"} {
 		b.ok("exec", "s", "sh", "-c", "echo "+n+" > /work/step")
 	}
-	before := b.ok("undo", "--list", "s")
+	before := b.ok("undo", "--list", "--format", "json", "s")
 	m := b.terminal("undo", "--list", "s")
 	m.shows("-two\x1b[m") // what the last step has changed
 	m.shows("+three")
@@ -119,7 +119,7 @@ func TestUndoPick(t *testing.T) {
 	m.shows("-one")
 	m.enter("q")
 	equal(b, "the exit code", m.ends(), 0)
-	equal(b, "the steps after a look", b.ok("undo", "--list", "s"), before)
+	equal(b, "the steps after a look", b.ok("undo", "--list", "--format", "json", "s"), before)
 
 	m = b.terminal("undo", "--list", "s")
 	m.shows("+three")

@@ -405,6 +405,9 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 		warn(stderr, []string{fmt.Sprintf("%s was changed on both sides, and is merged", p)})
 	}
 	for _, c := range out.Conflicts {
+		if at := slices.IndexFunc(out.Refs, func(r runtime.AppliedRef) bool { return r.Path == c }); at >= 0 {
+			warn(stderr, []string{refText(out.Refs[at], out.SandboxName)})
+		}
 		text := fmt.Sprintf("%s was changed in %s since the volume changed it: ", c, out.Original)
 		need := "apply needs --force to overwrite it"
 		if out.Checkpoint != "" {
@@ -433,6 +436,17 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 		}
 		warn(stderr, []string{fmt.Sprintf("%s: %s: %s", quotePath(pathOf(r.Path, r.PathB64)), r.Reason, how)})
 	}
+}
+
+// refText says what both sides have made of a ref, and how to have both.
+func refText(r runtime.AppliedRef, sandbox string) string {
+	s := fmt.Sprintf("%s is %s in the directory, and %s in the sandbox", r.Ref, cmp.Or(r.Directory, "no commit"),
+		cmp.Or(r.Sandbox, "no commit"))
+	if r.Sandbox == "" {
+		return s
+	}
+	return s + fmt.Sprintf("; to have both: apply --ours, then git update-ref refs/agentbox/%s/%s %s", sandbox,
+		strings.TrimPrefix(r.Ref, "refs/"), r.Sandbox)
 }
 
 // printApplied lists the changes of an apply, with what each file is to be if asked to. Those of a

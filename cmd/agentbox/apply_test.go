@@ -95,6 +95,8 @@ func TestApplyHeldBack(t *testing.T) {
 		"torn": {exitState, []string{
 			"/work/both was changed on both sides: apply needs --markers, --ours or --theirs",
 			"nothing was applied to /srv/repo",
+			"refs/heads/main is aa11 in the directory, and bb22 in the sandbox; to have both: apply --ours, then " +
+				"git update-ref refs/agentbox/torn/heads/main bb22",
 			"2 paths changed on both sides", "--ours keeps",
 		}},
 		"--markers torn": {exitState, []string{"/work/both was changed on both sides: apply needs --ours or --theirs"}},

@@ -417,7 +417,10 @@ func (f *fakeService) Apply(_ context.Context, ref string, opts runtime.ApplyOpt
 		}
 		switch ref {
 		case "torn":
-			out.Conflicts = []string{"/work/both", "/work/too"}
+			out.Conflicts, out.SandboxName = []string{"/work/both", "/work/.git/refs/heads/main"}, "torn"
+			out.Refs = []runtime.AppliedRef{{
+				Path: "/work/.git/refs/heads/main", Ref: "refs/heads/main", Directory: "aa11", Sandbox: "bb22",
+			}}
 		case "risky":
 			out.Refused = []runtime.Refusal{
 				{Path: "/work/.git/config", Reason: "git runs it", MayAllow: true}, {Path: "/work/null", Reason: "it is a device"},

@@ -359,7 +359,7 @@ func (t *txn) conflicting(force bool) error {
 		if p.merges {
 			what = "and in the sandbox"
 			hint = "Look at both sides. --markers writes both into the files, --ours keeps what the directory has, " +
-				"--theirs takes what the sandbox has."
+				"--theirs takes what the sandbox has." + refsHint(p.plan.refs, strings.TrimPrefix(t.home.Name, "sandbox "))
 		}
 	}
 	if len(paths) == 0 || force {

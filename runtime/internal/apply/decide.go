@@ -32,6 +32,12 @@ func (m *merger) judge(ctx context.Context, rel string, s, b, f side) (take bool
 	case err != nil:
 		return false, err
 	case len(m.matters(theirs)) == 0:
+		if part, _ := gitPartOf(path.Join(m.From, rel)); part == gitHead {
+			if torn, err := m.indexTorn(ctx, rel); err != nil || torn {
+				m.conflict(rel)
+				return m.theirs(), err
+			}
+		}
 		return true, nil
 	case len(own) == 0:
 		return false, nil
@@ -58,7 +64,16 @@ func (m *merger) conflict(rel string) {
 
 // resolve decides about a path that was changed on both sides.
 func (m *merger) resolve(ctx context.Context, rel string, s, b, f side) (take bool, err error) {
-	if s.isFile() && f.isFile() && (b.isFile() || b.Entry == nil && m.opts.Markers) {
+	part, ref := gitPartOf(path.Join(m.From, rel))
+	switch part {
+	case gitNote:
+		return m.theirs(), nil
+	case gitRef:
+		if err := m.noteRef(ctx, rel, ref, s, f); err != nil {
+			return false, err
+		}
+	}
+	if part == gitOther && s.isFile() && f.isFile() && (b.isFile() || b.Entry == nil && m.opts.Markers) {
 		text, clean, err := m.mergeTexts(ctx, s, b, f)
 		if err != nil && !errors.Is(err, errNoText) {
 			return false, err

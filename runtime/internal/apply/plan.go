@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/overlay"
+	"github.com/agentbox/agentbox/runtime"
 )
 
 // The effect of an op on one path of the directory, and on all below it.
@@ -49,9 +50,10 @@ type plan struct {
 	Dirs []dirOp `json:"dirs"` // likewise
 
 	conflicts []string
-	links     map[string]bool    // names in the upperdir that others are hard links to
-	left      map[string]bool    // what does not come with the directory that it is in
-	merged    map[string]*merged // files that come otherwise than the upperdir has them
+	refs      []runtime.AppliedRef // of the conflicts
+	links     map[string]bool      // names in the upperdir that others are hard links to
+	left      map[string]bool      // what does not come with the directory that it is in
+	merged    map[string]*merged   // files that come otherwise than the upperdir has them
 }
 
 // planner turns the upperdir of a volume into a plan.
