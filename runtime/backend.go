@@ -64,9 +64,9 @@ type Backend interface {
 	// exit code, or ErrDetached (the process goes on).
 	Exec(ctx context.Context, id string, p Process, streams Streams) (exit int, err error)
 
-	// Wait blocks until the container has exited and returns its exit code;
+	// Wait blocks until the container has exited and returns how it ended;
 	// at once if it has already.
-	Wait(ctx context.Context, id string) (exit int, err error)
+	Wait(ctx context.Context, id string) (Exit, error)
 
 	// Inspect returns the present state as the engine and the kernel report it,
 	// not a cached one.
@@ -161,6 +161,13 @@ type StopOptions struct {
 	// Silent disconnects the container from its network first, so that the peers of
 	// its connections do not notice and a restore can resume the connections.
 	Silent bool
+}
+
+// Exit is how a sandbox's first process ended.
+type Exit struct {
+	Code int `json:"exit"`
+	// OOMKilled: the kernel killed one of its processes for lack of memory, as far as its backend knows
+	OOMKilled bool `json:"oom_killed,omitempty"`
 }
 
 // Container is the state of one container as its backend reports it.

@@ -34,7 +34,7 @@ type SandboxService interface {
 	Start(ctx context.Context, sandbox string, streams *Streams) (wait func() error, err error)
 	Attach(ctx context.Context, sandbox string, streams Streams) error
 	Exec(ctx context.Context, sandbox string, p Process, streams Streams) (exit int, err error)
-	Wait(ctx context.Context, sandbox string) (exit int, err error)
+	Wait(ctx context.Context, sandbox string) (Exit, error)
 	Logs(ctx context.Context, sandbox string, opts LogOptions, stdout, stderr io.Writer) error
 	Kill(ctx context.Context, sandbox, signal string) error
 	// Stop sends the stop signal, and SIGKILL after timeout; a negative one is 10 s.

@@ -206,28 +206,28 @@ func (f *fakeService) Exec(ctx context.Context, ref string, p runtime.Process, s
 	return f.program(ctx, s, f.signals)
 }
 
-func (f *fakeService) Wait(ctx context.Context, ref string) (int, error) {
+func (f *fakeService) Wait(ctx context.Context, ref string) (runtime.Exit, error) {
 	if err := f.call("Wait", ref); err != nil {
-		return 0, err
+		return runtime.Exit{}, err
 	}
 	f.mu.Lock()
 	sb, err := f.find(ref)
 	if err != nil {
 		f.mu.Unlock()
-		return 0, err
+		return runtime.Exit{}, err
 	}
 	exited := f.exits[sb.ID]
 	done := sb.Status == runtime.Exited || exited == nil
-	code := sb.ExitCode
+	exit := runtime.Exit{Code: sb.ExitCode, OOMKilled: sb.OOMKilled}
 	f.mu.Unlock()
 	if done {
-		return code, nil
+		return exit, nil
 	}
 	select {
 	case code := <-exited:
-		return code, nil
+		return runtime.Exit{Code: code}, nil
 	case <-ctx.Done():
-		return 0, ctx.Err()
+		return runtime.Exit{}, ctx.Err()
 	}
 }
 

@@ -21,8 +21,8 @@ type outcome struct{ started, detached bool }
 
 // exited is how a sandbox's first process ended, as Wait says.
 type exited struct {
-	code int
-	err  error
+	runtime.Exit
+	err error
 }
 
 // follow connects the caller to a sandbox's first process until it exits, and
@@ -64,7 +64,7 @@ func (s *session) follow(
 				end, err = attached(ctx, svc, sb.ID, wait)
 				return err
 			})
-			if err != nil || end.err != nil || end.code != exitKilled { // as a restore ends processes
+			if err != nil || end.err != nil || end.Code != exitKilled { // as a restore ends processes
 				return err
 			}
 			if on, err := s.goesOn(ctx, svc, sb, since); err != nil || !on {
@@ -87,18 +87,14 @@ func (s *session) follow(
 	case end.err != nil:
 		return o, reword(end.err, verb, sb.Name)
 	}
-	if end.code == exitKilled {
-		sayLimit(ctx, svc, sb.ID, s.app.stderr)
+	if end.Code == exitKilled && end.OOMKilled {
+		sayLimit(sb, s.app.stderr)
 	}
-	return o, status(end.code)
+	return o, status(end.Code)
 }
 
-// sayLimit says that a sandbox was killed by its memory limit, if it was and is still there.
-func sayLimit(ctx context.Context, svc runtime.Service, id string, stderr io.Writer) {
-	sb, err := svc.Sandbox(ctx, id)
-	if err != nil || !sb.OOMKilled {
-		return
-	}
+// sayLimit says that a sandbox was killed by its memory limit.
+func sayLimit(sb runtime.Sandbox, stderr io.Writer) {
 	text := sb.Name + " was killed for lack of memory"
 	if limit := sb.Spec.Resources.Memory; limit > 0 {
 		text = sb.Name + " was killed: memory limit " + units.BytesSize(float64(limit))
@@ -110,9 +106,9 @@ func sayLimit(ctx context.Context, svc runtime.Service, id string, stderr io.Wri
 func attached(ctx context.Context, svc runtime.Service, id string, wait func() error) (end exited, err error) {
 	// Wait now, not after the output has ended: with --rm the monitor
 	// removes the sandbox at its exit, and the exit code with it.
-	var code int
+	var exit runtime.Exit
 	waited := guard.Start(func() (err error) {
-		code, err = svc.Wait(ctx, id)
+		exit, err = svc.Wait(ctx, id)
 		return err
 	})
 	if err := wait(); err != nil {
@@ -120,7 +116,7 @@ func attached(ctx context.Context, svc runtime.Service, id string, wait func() e
 	}
 	select {
 	case err := <-waited:
-		return exited{code, err}, nil
+		return exited{exit, err}, nil
 	case <-ctx.Done():
 		return end, context.Cause(ctx)
 	}

@@ -29,11 +29,11 @@ func newWaitCommand(a *app) *cobra.Command {
 
 func runWait(ctx context.Context, sandboxes []string, svc runtime.Service, out io.Writer) error {
 	return each(ctx, sandboxes, func(name string) error {
-		code, err := svc.Wait(ctx, name)
+		exit, err := svc.Wait(ctx, name)
 		if err != nil {
 			return err
 		}
-		_, err = fmt.Fprintln(out, code)
+		_, err = fmt.Fprintln(out, exit.Code)
 		return err
 	})
 }

@@ -118,9 +118,8 @@ func (c sandboxCalls) Create(ctx context.Context, req runtime.CreateRequest) (ru
 }
 
 // Wait blocks until the sandbox has exited.
-func (c sandboxCalls) Wait(ctx context.Context, sandbox string) (int, error) {
-	b, err := get[wire.ExitBody](ctx, c.conn, at("sandboxes", sandbox, "wait"), nil)
-	return b.Exit, err
+func (c sandboxCalls) Wait(ctx context.Context, sandbox string) (runtime.Exit, error) {
+	return get[runtime.Exit](ctx, c.conn, at("sandboxes", sandbox, "wait"), nil)
 }
 
 // Logs writes what the sandbox's processes printed.

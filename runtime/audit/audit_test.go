@@ -316,7 +316,7 @@ func newEngine(t *testing.T, root string, l *Log) *engine.Engine {
 
 // reads are the verbs that change nothing.
 type reads interface {
-	Wait(ctx context.Context, sandbox string) (exit int, err error)
+	Wait(ctx context.Context, sandbox string) (runtime.Exit, error)
 	Logs(ctx context.Context, sandbox string, opts runtime.LogOptions, stdout, stderr io.Writer) error
 	Sandbox(ctx context.Context, sandbox string) (runtime.Sandbox, error)
 	Sandboxes(ctx context.Context) ([]runtime.Sandbox, error)

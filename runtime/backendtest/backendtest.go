@@ -279,7 +279,7 @@ func (e *bench) wait(id string) int {
 	if err != nil {
 		e.Fatalf("Wait: %v", err)
 	}
-	return exit
+	return exit.Code
 }
 
 func (e *bench) stop(id string) {

@@ -84,6 +84,7 @@ var cases = []struct {
 	{"wait/a cancelled context", waitCancelled},
 	{"wait/an unknown id", waitUnknown},
 	{"wait/ends when the container is removed", waitRemoved},
+	{"wait/knows what the memory limit ended", waitMemory},
 
 	{"inspect/a running one", inspectRunning},
 	{"inspect/a paused one", inspectPaused},

@@ -329,7 +329,7 @@ func secondProcess(e *bench) {
 	exits := make(chan int, 1)
 	go func() {
 		exit, _ := other.Wait(e.ctx, id)
-		exits <- exit
+		exits <- exit.Code
 	}()
 	e.eventually("it has its trap and its output", func() bool {
 		o, _ := e.logs(id, runtime.LogOptions{Tail: -1})

@@ -113,7 +113,7 @@ func daemonWait(e *bench) {
 	errs := make(chan error, 1)
 	go func() {
 		exit, err := e.b.Wait(e.ctx, id)
-		exits <- exit
+		exits <- exit.Code
 		errs <- err
 	}()
 	time.Sleep(100 * time.Millisecond) // it is waiting by then; if not, all the better

@@ -133,7 +133,7 @@ func (f *faulty) Exec(
 	return exit, err
 }
 
-func (f *faulty) Wait(ctx context.Context, id string) (exit int, err error) {
+func (f *faulty) Wait(ctx context.Context, id string) (exit runtime.Exit, err error) {
 	err = f.do(Wait, id, func() (err error) { exit, err = f.Backend.Wait(ctx, id); return err })
 	return exit, err
 }

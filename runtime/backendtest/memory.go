@@ -67,7 +67,7 @@ func MemoryCannot() map[string]string {
 		"files/the upperdir is visible from the host": overlay, "files/deletions are whiteouts": overlay,
 		"mount/a running one": overlay, "mount/a stopped one": overlay,
 		"spec/user, directory, hostname, environment": spec, "spec/mounts": spec, "spec/a read-only root": spec,
-		"spec/limits": spec, "spec/what processes may do": spec, "spec/an init reaps and passes signals on": spec,
+		"spec/limits": spec, "wait/knows what the memory limit ended": spec, "spec/what processes may do": spec, "spec/an init reaps and passes signals on": spec,
 		"spec/network none has lo": spec,
 		"spec/network host":        spec, "spec/network bridge": spec,
 		"restore/a staged one goes on": processes, "restore/a failure leaves it stopped": processes,
@@ -394,10 +394,10 @@ func writer(w io.Writer) io.Writer {
 }
 
 // Wait implements runtime.Backend.
-func (m *Memory) Wait(ctx context.Context, id string) (int, error) {
+func (m *Memory) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	b, unlock, err := m.find(ctx, id)
 	if err != nil {
-		return 0, err
+		return runtime.Exit{}, err
 	}
 	for b.status != runtime.Exited {
 		changed := b.changed
@@ -405,12 +405,12 @@ func (m *Memory) Wait(ctx context.Context, id string) (int, error) {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return 0, ctx.Err()
+			return runtime.Exit{}, ctx.Err()
 		}
 		m.mu.Lock()
 	}
 	defer unlock()
-	return b.exit, nil
+	return runtime.Exit{Code: b.exit}, nil
 }
 
 // Inspect implements runtime.Backend.

@@ -213,8 +213,8 @@ func manyAtOnce(e *bench) {
 				e.Errorf("container %d: Exec: %d", i, exit)
 			}
 			fail("Stop", e.b.Stop(e.ctx, s.ID, runtime.StopOptions{Timeout: patience}))
-			if exit, err := e.b.Wait(e.ctx, s.ID); fail("Wait", err) || exit != 4 && exit != 137 {
-				e.Errorf("container %d: Wait: %d", i, exit)
+			if exit, err := e.b.Wait(e.ctx, s.ID); fail("Wait", err) || exit.Code != 4 && exit.Code != 137 {
+				e.Errorf("container %d: Wait: %+v", i, exit)
 			}
 			fail("Remove", e.b.Remove(e.ctx, s.ID))
 		})

@@ -210,7 +210,7 @@ func waitSeveral(e *bench) {
 			if err != nil {
 				e.Errorf("Wait: %v", err)
 			}
-			exits <- exit
+			exits <- exit.Code
 		}()
 	}
 	e.stop(id)
@@ -247,8 +247,8 @@ func waitRemoved(e *bench) {
 	done := make(chan error, 1)
 	go func() {
 		exit, err := e.b.Wait(e.ctx, id)
-		if err == nil && exit != 137 {
-			e.Errorf("Wait of one that was removed: %d", exit)
+		if err == nil && exit.Code != 137 {
+			e.Errorf("Wait of one that was removed: %+v", exit)
 		}
 		done <- err
 	}()
@@ -257,6 +257,31 @@ func waitRemoved(e *bench) {
 	}
 	if err := e.within("Wait", func() error { return <-done }); err != nil {
 		e.wantErr("Wait", err, runtime.ErrNotFound)
+	}
+}
+
+// waitMemory: also when the container is removed as soon as it has ended.
+func waitMemory(e *bench) {
+	for _, remove := range []bool{false, true} {
+		s := e.spec(sh("until [ -e /go ]; do sleep 0.02; done; exec tail /dev/zero")...)
+		s.Resources.Memory = 32 << 20
+		e.startSpec(s)
+		exits := make(chan runtime.Exit, 1)
+		go func() {
+			exit, err := e.b.Wait(e.ctx, s.ID)
+			if err != nil {
+				e.Errorf("Wait: %v", err)
+			}
+			exits <- exit
+		}()
+		e.exec(s.ID, "touch", "/go")
+		if remove {
+			e.eventually("it ends", func() bool { return e.inspect(s.ID).Status == runtime.Exited })
+			if err := e.b.Remove(e.ctx, s.ID); err != nil {
+				e.Fatal(err)
+			}
+		}
+		equal(e, "exit", <-exits, runtime.Exit{Code: 137, OOMKilled: true})
 	}
 }
 

@@ -203,29 +203,29 @@ func (a *adoptee) mayStop() error {
 		Hint: "Checkpoints of it can be taken; stop it by way of Kubernetes."}
 }
 
-func (a *adoptee) wait(ctx context.Context) (int, error) {
+func (a *adoptee) wait(ctx context.Context) (runtime.Exit, error) {
 	for {
 		v, err := a.look(ctx)
 		if err != nil {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 		switch v.Status {
 		case runtime.Created:
-			return 0, fmt.Errorf("container %s was never started: %w", a.Spec.Name, fault.ErrState)
+			return runtime.Exit{}, fmt.Errorf("container %s was never started: %w", a.Spec.Name, fault.ErrState)
 		case runtime.Exited:
-			return v.Exit.Code, nil
+			return v.Exit.Told(), nil
 		}
 		if v.Run.Number > 0 && a.hasMonitor(v) {
 			exit, err := a.b.box.AwaitExit(ctx, a.Spec.ID, v.Run)
-			return exit.Code, err
+			return exit.Told(), err
 		}
 		resp, err := a.b.client.TaskService().Wait(in(ctx, a.Theirs.Namespace),
 			&tasks.WaitRequest{ContainerID: a.Theirs.ID})
 		if err == nil {
-			return int(resp.ExitStatus), nil
+			return runtime.Exit{Code: int(resp.ExitStatus)}, nil
 		}
 		if err = plain(err); ctx.Err() != nil || !isDown(err) && !errors.Is(err, fault.ErrNotFound) {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 		p, err := kernel.OpenProcess(v.Pid)
 		if err == nil {
@@ -233,10 +233,10 @@ func (a *adoptee) wait(ctx context.Context) (int, error) {
 			p.Close()
 		}
 		if ctx.Err() != nil {
-			return 0, ctx.Err()
+			return runtime.Exit{}, ctx.Err()
 		}
 		if err == nil && isDown(a.there(ctx)) {
-			return box.UnknownExit, nil // over, with an unknown exit code
+			return runtime.Exit{Code: box.UnknownExit}, nil // over, with an unknown exit code
 		}
 	}
 }

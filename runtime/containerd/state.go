@@ -117,7 +117,7 @@ func (b *Backend) Inspect(ctx context.Context, id string) (runtime.Container, er
 
 // Wait blocks until the container has exited. It returns ErrState for a container that was never
 // started: there is no exit to wait for. One that was removed not long ago still answers.
-func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
+func (b *Backend) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	if a, err := b.adopted(id); a != nil || err != nil {
 		return a.wait(ctx)
 	}

@@ -348,16 +348,16 @@ func (b *Backend) Kill(ctx context.Context, id, name string) error {
 }
 
 // Wait blocks until a container has exited.
-func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
+func (b *Backend) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	c, err := b.find(ctx, id)
 	if err != nil {
-		return 0, err
+		return runtime.Exit{}, err
 	}
 	return b.await(ctx, c.ID)
 }
 
 // await waits for the end of a container, over a restart of the daemon too.
-func (b *Backend) await(ctx context.Context, theirs string) (int, error) {
+func (b *Backend) await(ctx context.Context, theirs string) (runtime.Exit, error) {
 	var silent time.Time // since when the daemon does not answer
 	for {
 		one, cancel := context.WithCancel(ctx)
@@ -366,7 +366,7 @@ func (b *Backend) await(ctx context.Context, theirs string) (int, error) {
 		c, err := b.inspect(ctx, theirs)
 		if err == nil && c.status == runtime.Exited && !c.State.Restarting {
 			cancel()
-			return c.State.ExitCode, nil
+			return exitOf(c), nil
 		}
 		if err == nil {
 			silent = time.Time{}
@@ -374,9 +374,9 @@ func (b *Backend) await(ctx context.Context, theirs string) (int, error) {
 			case r := <-exits:
 				cancel()
 				if r.Error != nil && r.Error.Message != "" {
-					return 0, fmt.Errorf("docker: %s", r.Error.Message)
+					return runtime.Exit{}, fmt.Errorf("docker: %s", r.Error.Message)
 				}
-				return int(r.StatusCode), nil
+				return b.ended(ctx, theirs, int(r.StatusCode)), nil
 			case e := <-errs:
 				err = b.explain(ctx, e)
 				if lost(e) {
@@ -386,22 +386,36 @@ func (b *Backend) await(ctx context.Context, theirs string) (int, error) {
 		}
 		cancel()
 		if ctx.Err() != nil {
-			return 0, ctx.Err()
+			return runtime.Exit{}, ctx.Err()
 		}
 		if !errors.Is(err, errLost) && !errors.Is(err, fault.ErrUnsupported) {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 		if silent.IsZero() {
 			silent = time.Now()
 		} else if time.Since(silent) > grace {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 		select {
 		case <-time.After(50 * time.Millisecond):
 		case <-ctx.Done():
-			return 0, ctx.Err()
+			return runtime.Exit{}, ctx.Err()
 		}
 	}
+}
+
+// exitOf is how a container ended that has.
+func exitOf(c box) runtime.Exit {
+	return runtime.Exit{Code: c.State.ExitCode, OOMKilled: c.State.OOMKilled}
+}
+
+// ended is how a container ended with a code. Of one that is removed already the daemon does not
+// know why.
+func (b *Backend) ended(ctx context.Context, theirs string, code int) runtime.Exit {
+	if c, err := b.inspect(ctx, theirs); err == nil && c.status == runtime.Exited && c.State.ExitCode == code {
+		return exitOf(c)
+	}
+	return runtime.Exit{Code: code}
 }
 
 var errLost = errors.New("the connection to the daemon broke")

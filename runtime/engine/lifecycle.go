@@ -640,16 +640,16 @@ func (bx *sandboxes) execBetweenFreezes(
 }
 
 // Wait blocks until the sandbox has exited.
-func (v sandboxVerbs) Wait(ctx context.Context, ref string) (int, error) {
+func (v sandboxVerbs) Wait(ctx context.Context, ref string) (runtime.Exit, error) {
 	op := reads(onSandbox("wait", ref))
-	return verb(ctx, v.e, op, func(ctx context.Context) (int, error) {
+	return verb(ctx, v.e, op, func(ctx context.Context) (runtime.Exit, error) {
 		sb, err := v.e.locate(ctx, ref)
 		if err != nil {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 		exit, err := sb.host.Wait(ctx, sb.ID)
 		if err == nil {
-			op.Exit = &exit
+			op.Exit = &exit.Code
 		}
 		return exit, err
 	})

@@ -137,7 +137,9 @@ func (b *Backend) Stop(ctx context.Context, id string, opts runtime.StopOptions)
 func (b *Backend) Reap(ctx context.Context, id string) error { return b.box.Reap(ctx, id) }
 
 // Wait blocks until the container has exited.
-func (b *Backend) Wait(ctx context.Context, id string) (int, error) { return b.box.Wait(ctx, id) }
+func (b *Backend) Wait(ctx context.Context, id string) (runtime.Exit, error) {
+	return b.box.Wait(ctx, id)
+}
 
 // List returns every id of which a file, a link or an address of ours exists.
 func (b *Backend) List(ctx context.Context) ([]string, error) { return b.box.List(ctx) }

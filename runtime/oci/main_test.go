@@ -177,9 +177,9 @@ func (x *fixture) run(s runtime.Spec, stdin string) (stdout, stderr string, exit
 	wait, err := x.Start(x.t.Context(), id, runtime.StartOptions{Streams: &streams})
 	must(x.t, err)
 	must(x.t, wait())
-	exit, err = x.Wait(x.t.Context(), id)
+	end, err := x.Wait(x.t.Context(), id)
 	must(x.t, err)
-	return out.String(), errw.String(), exit
+	return out.String(), errw.String(), end.Code
 }
 
 // exec runs a command in a container and returns what it printed.

@@ -141,8 +141,8 @@ func TestRestore(t *testing.T) {
 			}
 			must(t, typed.Close())
 			must(t, wait())
-			if exit, err := x.Wait(t.Context(), id); exit != 33 || err != nil {
-				t.Errorf("exit %d, %v", exit, err)
+			if exit, err := x.Wait(t.Context(), id); exit.Code != 33 || err != nil {
+				t.Errorf("exit %+v, %v", exit, err)
 			}
 			if !strings.Contains(out.String(), "of the host") {
 				t.Errorf("%q", out.String())

@@ -224,7 +224,7 @@ func TestStates(t *testing.T) {
 		t.Fatal(err)
 	}
 	x.gone(id)
-	if exit, err := x.Wait(ctx, id); exit != 137 || err != nil {
-		t.Errorf("wait for one just removed: %d, %v", exit, err)
+	if exit, err := x.Wait(ctx, id); exit.Code != 137 || err != nil {
+		t.Errorf("wait for one just removed: %+v, %v", exit, err)
 	}
 }

@@ -83,7 +83,7 @@ exit 1
 	}
 	x.box.Wrapper = real
 	x.start(id)
-	if exit, err := x.Wait(t.Context(), id); err != nil || exit != 0 {
-		t.Errorf("with the real one: %d, %v", exit, err)
+	if exit, err := x.Wait(t.Context(), id); err != nil || exit.Code != 0 {
+		t.Errorf("with the real one: %+v, %v", exit, err)
 	}
 }

@@ -76,7 +76,7 @@ func TestMonitorKilled(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		}
-		waited <- exit
+		waited <- exit.Code
 	}()
 	must(t, m.Kill(unix.SIGKILL))
 	must(t, m.Wait(t.Context()))
@@ -113,8 +113,8 @@ func TestReap(t *testing.T) {
 		return err == nil && string(data) == want
 	})
 	exit, err := x.Wait(t.Context(), id)
-	if exit != 6 || err != nil {
-		t.Errorf("exit %d, %v", exit, err)
+	if exit.Code != 6 || err != nil {
+		t.Errorf("exit %+v, %v", exit, err)
 	}
 	// Nothing was freed yet: that is what Reap is for.
 	if _, err := os.Lstat(filepath.Join(x.box.State, id)); err != nil {
@@ -191,8 +191,8 @@ func TestConcurrent(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			if exit, err := x.Wait(t.Context(), s.ID); exit != 3 || err != nil {
-				t.Errorf("exit %d, %v", exit, err)
+			if exit, err := x.Wait(t.Context(), s.ID); exit.Code != 3 || err != nil {
+				t.Errorf("exit %+v, %v", exit, err)
 			}
 			if err := x.Remove(t.Context(), s.ID); err != nil {
 				t.Error(err)

@@ -112,8 +112,8 @@ func TestTerminal(t *testing.T) {
 	_, err = typed.Write([]byte("exit 9\n"))
 	must(t, err)
 	must(t, <-ended)
-	if exit, err := x.Wait(t.Context(), id); exit != 9 || err != nil {
-		t.Errorf("exit %d, %v", exit, err)
+	if exit, err := x.Wait(t.Context(), id); exit.Code != 9 || err != nil {
+		t.Errorf("exit %+v, %v", exit, err)
 	}
 }
 

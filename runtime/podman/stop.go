@@ -304,29 +304,33 @@ func (b *Backend) Kill(ctx context.Context, id, name string) error {
 	return b.do(ctx, "kill", "--signal", strconv.Itoa(int(sig)), c.id())
 }
 
-// Wait returns a container's exit code.
-func (b *Backend) Wait(ctx context.Context, id string) (int, error) {
+// Wait returns how a container ended.
+func (b *Backend) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	for {
 		c, err := b.look(ctx, id)
 		if err != nil {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 		switch c.status {
 		case runtime.Created:
-			return 0, fmt.Errorf("container %s was never started: %w", c.Name, fault.ErrState)
+			return runtime.Exit{}, fmt.Errorf("container %s was never started: %w", c.Name, fault.ErrState)
 		case runtime.Exited:
-			return c.State.ExitCode, nil
+			return runtime.Exit{Code: c.State.ExitCode, OOMKilled: c.State.OOMKilled}, nil
 		}
 		out, err := b.ask(ctx, "wait", c.id())
 		if err == nil {
 			code, err := strconv.Atoi(strings.TrimSpace(string(out)))
-			if err == nil && code >= 0 {
-				return code, nil
+			if err != nil || code < 0 {
+				continue // Podman lost the code; see what it says of the container
 			}
-			continue // Podman lost the code; see what it says of the container
+			exit := runtime.Exit{Code: code}
+			if now, err := b.look(ctx, id); err == nil && now.status == runtime.Exited {
+				exit.OOMKilled = now.State.OOMKilled
+			}
+			return exit, nil
 		}
 		if !errors.Is(err, fault.ErrNotFound) {
-			return 0, err
+			return runtime.Exit{}, err
 		}
 	}
 }

@@ -323,12 +323,12 @@ func freezerOf(pid int) string {
 
 // Wait returns at once for an unused volume, and fails for one in use: the exit codes of
 // its users are not its own.
-func (b Backend) Wait(ctx context.Context, id string) (int, error) {
+func (b Backend) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	c, err := b.Inspect(ctx, id)
 	if err == nil && c.Status != runtime.Exited {
 		err = errNoProcess
 	}
-	return 0, err
+	return runtime.Exit{}, err
 }
 
 // Remove deletes an unused volume.

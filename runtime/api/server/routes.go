@@ -143,11 +143,10 @@ func (h *Handler) sandboxRoutes() []route {
 				return wire.ExitBody{Exit: exit}, err
 			}),
 		query(h, "/v1/sandboxes/{sandbox}/wait", "Wait for the exit of the first process",
-			func(ctx context.Context, r *request[wire.None]) (wire.ExitBody, error) {
+			func(ctx context.Context, r *request[wire.None]) (runtime.Exit, error) {
 				ctx, cancel := h.untilDrained(ctx)
 				defer cancel()
-				exit, err := svc.Wait(ctx, r.ref)
-				return wire.ExitBody{Exit: exit}, err
+				return svc.Wait(ctx, r.ref)
 			}),
 		h.logs(),
 		h.eventsRoute(),

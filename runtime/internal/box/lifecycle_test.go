@@ -97,12 +97,12 @@ func TestEndWithoutNote(t *testing.T) {
 	if v, err := f.l.Look(t.Context(), id); err != nil || v.Status != runtime.Exited || v.Exit.Code != 7 {
 		t.Errorf("%+v, %v", v, err)
 	}
-	if code, err := f.l.Wait(t.Context(), id); code != 7 || err != nil {
-		t.Errorf("%d, %v", code, err)
+	if exit, err := f.l.Wait(t.Context(), id); exit.Code != 7 || err != nil {
+		t.Errorf("%+v, %v", exit, err)
 	}
 }
 
-// A start that fails leaves no trace of itself, and a removed container only its exit code.
+// A start that fails leaves no trace of itself, and a removed container only its exit.
 func TestTakenBack(t *testing.T) {
 	f := newFake(t)
 	id := f.create(t)
@@ -117,10 +117,10 @@ func TestTakenBack(t *testing.T) {
 	if starts, _ := f.l.Starts(id); err != nil || v.Status != runtime.Created || len(starts) != 0 {
 		t.Errorf("%+v, %v, starts %v", v, err, starts)
 	}
-	must(t, f.l.makeStart(id, 1), f.l.recordExit(id, 1, Exit{Code: 3, Finished: time.Now()}))
+	must(t, f.l.makeStart(id, 1), f.l.recordExit(id, 1, Exit{Code: 3, Finished: time.Now(), OOM: true}))
 	must(t, f.l.Remove(t.Context(), id))
-	if code, err := f.l.Wait(t.Context(), id); code != 3 || err != nil {
-		t.Errorf("%d, %v", code, err)
+	if exit, err := f.l.Wait(t.Context(), id); exit != (runtime.Exit{Code: 3, OOMKilled: true}) || err != nil {
+		t.Errorf("%+v, %v", exit, err)
 	}
 	if _, err := os.Lstat(f.l.Dir(id)); err == nil || f.l.Exists(id) {
 		t.Error("it is removed, and there")

@@ -360,21 +360,34 @@ func (l *Lifecycle) Describe(v View) runtime.Container {
 // Wait blocks until the container has exited. It returns ErrState for a container that was
 // never started: there is no exit to wait for. One that was removed not long ago still
 // answers.
-func (l *Lifecycle) Wait(ctx context.Context, id string) (int, error) {
+func (l *Lifecycle) Wait(ctx context.Context, id string) (runtime.Exit, error) {
 	v, err := l.hooks.Look(ctx, id)
 	if errors.Is(err, fault.ErrNotFound) {
 		exit, err := l.keptExit(id)
-		return exit.Code, err
+		return exit.Told(), err
 	}
 	if err != nil {
-		return 0, err
+		return runtime.Exit{}, err
 	}
 	switch v.Status {
 	case runtime.Created:
-		return 0, fmt.Errorf("container %s was never started: %w", id, fault.ErrState)
+		return runtime.Exit{}, fmt.Errorf("container %s was never started: %w", id, fault.ErrState)
 	case runtime.Exited:
-		return v.Exit.Code, nil
+		return v.Exit.Told(), nil
 	}
 	exit, err := l.AwaitExit(ctx, id, v.Run)
-	return exit.Code, err
+	if err == nil {
+		exit.OOM = exit.OOM || l.oomKilled(id, v.Run.Number, exit)
+	}
+	return exit.Told(), err
+}
+
+// oomKilled reports whether the end of start n was for lack of memory. A sandbox that is to go with its
+// end may be removed meanwhile, and its cgroups with it: its exit is kept before that.
+func (l *Lifecycle) oomKilled(id string, n int, exit Exit) bool {
+	if l.withHits(id, n, exit).OOM {
+		return true
+	}
+	kept, err := l.keptExit(id)
+	return err == nil && kept.Code == exit.Code && kept.OOM
 }

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/agentbox/agentbox/internal/fault"
+	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
@@ -99,6 +100,9 @@ type Exit struct {
 	OOM      bool        `json:"oom,omitempty"`
 	Hits     kernel.Hits `json:"hits,omitzero"` // of the limits, in that start
 }
+
+// Told is the exit as a backend tells it.
+func (e Exit) Told() runtime.Exit { return runtime.Exit{Code: e.Code, OOMKilled: e.OOM} }
 
 // UnknownExit is the exit code of a sandbox whose end was not observed, such as one that a power
 // failure ended. Docker uses the same.
