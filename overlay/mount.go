@@ -1,6 +1,7 @@
 package overlay
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -19,7 +20,10 @@ type Mount struct {
 	Upper    string   // where changes go; empty: none are possible
 	Work     string   // an empty directory on Upper's mount; the kernel's own
 	Target   string
+	Open     *os.File // the target, where its path may lead elsewhere by now; nil: what is at the path. Not with IDs
 	ReadOnly bool
+	Guarded  bool       // it has no devices, and no set-id bit of a file counts
+	Source   string     // what the table of mounts names; empty: overlay
 	IDs      *idmap.Map // of the mounted tree; nil: the host's
 }
 
@@ -75,7 +79,7 @@ func (m Mount) check() error {
 	if (m.Upper == "") != (m.Work == "") {
 		return fmt.Errorf("an upper directory needs a work directory and the other way round: %w", fault.ErrInvalid)
 	}
-	dirs := append([]string{m.Target}, m.Lower...)
+	dirs := append([]string{m.at()}, m.Lower...)
 	if m.Upper != "" {
 		dirs = append(dirs, m.Upper, m.Work)
 	}
@@ -122,6 +126,14 @@ func (m Mount) checkWork() error {
 	return nil
 }
 
+// at is the target as calls that follow symlinks can have it.
+func (m Mount) at() string {
+	if m.Open != nil {
+		return procFD(int(m.Open.Fd()))
+	}
+	return m.Target
+}
+
 // errOldMount says that the kernel has fsopen, but not for all of this.
 var errOldMount = errors.New("not possible with fsconfig")
 
@@ -154,7 +166,7 @@ func (m Mount) fsmount() (err error) {
 			return err
 		}
 	}
-	if err := unix.FsconfigSetString(fs, "source", "overlay"); err != nil {
+	if err := unix.FsconfigSetString(fs, "source", cmp.Or(m.Source, "overlay")); err != nil {
 		return err
 	}
 	if err := unix.FsconfigCreate(fs); err != nil {
@@ -162,14 +174,22 @@ func (m Mount) fsmount() (err error) {
 	}
 	flags := 0
 	if m.ReadOnly {
-		flags = unix.MOUNT_ATTR_RDONLY
+		flags |= unix.MOUNT_ATTR_RDONLY
+	}
+	if m.Guarded {
+		flags |= unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NODEV
 	}
 	mnt, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, flags)
 	if err != nil {
 		return err
 	}
 	defer unix.Close(mnt)
-	if err := unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+	if m.Open != nil {
+		err = unix.MoveMount(mnt, "", int(m.Open.Fd()), "", unix.MOVE_MOUNT_F_EMPTY_PATH|unix.MOVE_MOUNT_T_EMPTY_PATH)
+	} else {
+		err = unix.MoveMount(mnt, "", unix.AT_FDCWD, m.Target, unix.MOVE_MOUNT_F_EMPTY_PATH)
+	}
+	if err != nil {
 		return fmt.Errorf("attach the overlay: %w", err)
 	}
 	return nil
@@ -288,7 +308,10 @@ func (m Mount) classic() error {
 	}
 	var flags uintptr
 	if m.ReadOnly {
-		flags = unix.MS_RDONLY
+		flags |= unix.MS_RDONLY
+	}
+	if m.Guarded {
+		flags |= unix.MS_NOSUID | unix.MS_NODEV
 	}
 	// EINVAL does not say which option it means, so whole sets are tried, the
 	// strictest first.
@@ -297,7 +320,7 @@ func (m Mount) classic() error {
 		",redirect_dir=off,metacopy=off,index=off",
 		",redirect_dir=off,index=off", // before 4.19 there was no metacopy
 	} {
-		if err = unix.Mount("overlay", m.Target, "overlay", flags, base+opts); err != unix.EINVAL {
+		if err = unix.Mount(cmp.Or(m.Source, "overlay"), m.at(), "overlay", flags, base+opts); err != unix.EINVAL {
 			break
 		}
 	}

@@ -126,6 +126,10 @@ func NewView(ctx context.Context, opts ViewOptions) (_ *View, err error) {
 // Close releases the view. Those of its mounts stay open.
 func (v *View) Close() { v.low.close() }
 
+// Mounts is what is mounted, by where it really is. Of one within another that is where its path
+// leads without the other.
+func (v *View) Mounts() map[string]ViewMount { return v.mounts }
+
 // Foresee reads, in one go, what the tree has on the way to some paths. Resolve and Walk read it
 // otherwise, path by path.
 func (v *View) Foresee(paths ...string) error {

@@ -65,11 +65,20 @@ type SandboxService interface {
 	CopyFrom(ctx context.Context, sandbox, path string, w io.Writer) error
 	// CopyTo extracts a tar stream into the directory path.
 	CopyTo(ctx context.Context, sandbox, path string, r io.Reader) error
+	// Mount mounts all of it read-only on dir, an empty directory of the caller's on the host, calls
+	// shown, and returns when it has been unmounted, or unmounts it when ctx ends, which is no error.
+	// It is not for the files as they are now.
+	Mount(ctx context.Context, sandbox, dir string, shown func(Mounted)) error
 	// Stat describes path; it does not follow a final symlink.
 	Stat(ctx context.Context, sandbox, path string) (PathStat, error)
 	// List calls fn for path and, if it is a directory or a symlink to one, for what is in
 	// it, by name. An error of fn ends it and is returned.
 	List(ctx context.Context, sandbox, path string, opts ListOptions, fn func(FileEntry) error) error
+}
+
+// Mounted is what Mount has mounted.
+type Mounted struct {
+	Dir string `json:"dir"` // where it really is
 }
 
 // Local is a Service whose sandboxes are on this host and accessible to this process.

@@ -94,6 +94,7 @@ var elsewhere = map[string]string{
 	"approve.":                       "workspaceapprove_test.go",
 	"containerd.":                    "containerd/containerd_test.go",
 	"docker.":                        "docker/sandbox_test.go",
+	"mount.":                         "mount_test.go",
 	"podman.":                        "../runtime/podman/address_test.go",
 	"restart.":                       "restart_test.go",
 	"restore.attached.before-return": "attached_test.go",

@@ -231,6 +231,14 @@ func (f *fakeService) Wait(ctx context.Context, ref string) (runtime.Exit, error
 	}
 }
 
+func (f *fakeService) Mount(ctx context.Context, ref, dir string, shown func(runtime.Mounted)) error {
+	if err := f.call("Mount", ref, dir); err != nil {
+		return err
+	}
+	shown(runtime.Mounted{Dir: dir})
+	return nil
+}
+
 func (f *fakeService) Logs(_ context.Context, ref string, opts runtime.LogOptions, stdout, stderr io.Writer) error {
 	f.logOpts = opts
 	if err := f.call("Logs", ref); err != nil {

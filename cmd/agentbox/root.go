@@ -206,7 +206,7 @@ Ctrl-C makes a verb stop and undo what it began; a second Ctrl-C ends it at once
 		newTopCommand(a), newInspectCommand(a),
 		newLogsCommand(a), newAttachCommand(a), newStopCommand(a), newStartCommand(a), newRestartCommand(a),
 		newKillCommand(a), newPauseCommand(a), newUnpauseCommand(a), newWaitCommand(a), newRmCommand(a),
-		newCpCommand(a), newCatCommand(a), newLsCommand(a), newFindCommand(a), newMCPCommand(a),
+		newCpCommand(a), newCatCommand(a), newLsCommand(a), newFindCommand(a), newMountCommand(a), newMCPCommand(a),
 		newUpdateCommand(a), newEventsCommand(a), newReleaseCommand(a), newLeaseCommand(a), newGroupCommand(a))
 	add(groupUndo, newCheckpointCommand(a), newRestoreCommand(a), newUndoCommand(a), newRedoCommand(a), newForkCommand(a), newLogCommand(a),
 		newDiffCommand(a), newApplyCommand(a), newApproveCommand(a), newEffectCommand(a),

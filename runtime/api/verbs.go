@@ -241,6 +241,12 @@ func (c sandboxCalls) CopyTo(ctx context.Context, sandbox, path string, r io.Rea
 	return err
 }
 
+// Mount mounts files of the sandbox, until they are unmounted or ctx ends.
+func (c sandboxCalls) Mount(ctx context.Context, sandbox, dir string, shown func(runtime.Mounted)) error {
+	_, err := do[wire.None](ctx, c.conn, at("sandboxes", sandbox, "mount"), wire.MountBody{Dir: dir}, decoded(shown))
+	return err
+}
+
 // Stat describes a path in the sandbox.
 func (c sandboxCalls) Stat(ctx context.Context, sandbox, path string) (runtime.PathStat, error) {
 	st, err := get[wire.Stat](ctx, c.conn, at("sandboxes", sandbox, "stat"), url.Values{"path": {path}})

@@ -46,6 +46,18 @@ func onState(verb, ref string) *runtime.Op {
 func (cs *checkpoints) onView(
 	ctx context.Context, ref recordedState, p string, fn func(*overlay.View) error,
 ) (err error) {
+	return cs.onFiles(ctx, ref, func(v *overlay.View, _ overlay.ViewOptions, _ string) error {
+		if err := v.Foresee(p); err != nil {
+			return err
+		}
+		return fn(v)
+	})
+}
+
+// onFiles is onView for all of it. fn gets what the view is made of, and the digest of the image.
+func (cs *checkpoints) onFiles(
+	ctx context.Context, ref recordedState, fn func(v *overlay.View, of overlay.ViewOptions, image string) error,
+) (err error) {
 	if ref.state == "" {
 		return fmt.Errorf("%w: it names no checkpoint after the @", runtime.ErrInvalid)
 	}
@@ -85,10 +97,7 @@ func (cs *checkpoints) onView(
 		return err
 	}
 	defer v.Close()
-	if err := v.Foresee(p); err != nil {
-		return err
-	}
-	return fn(v)
+	return fn(v, opts, d.sb.ImageDigest)
 }
 
 // ofCheckpoint says what the files of a checkpoint are, apart from the layers.

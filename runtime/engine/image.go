@@ -376,7 +376,10 @@ func (im *localImages) needs(ctx context.Context) (needed func(digest string) bo
 
 // imageUsers lists, by image digest, the sandboxes and checkpoints that need the image.
 func (im *localImages) imageUsers(ctx context.Context) (map[string][]string, error) {
-	users := map[string][]string{}
+	users, err := im.mountedImages()
+	if err != nil {
+		return nil, err
+	}
 	boxes, err := im.store.Sandboxes(ctx)
 	if err != nil {
 		return nil, err

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -90,8 +91,12 @@ func (rec *recovery) recoverFor(ctx context.Context, as runtime.Own) (runtime.Re
 		}
 	}
 	did, err := rec.sandboxes.freeUnstarted(ctx, as)
-	done.Actions = append(done.Actions, did...)
-	return done, fail("recover", "", errors.Join(append(errs, err)...))
+	freed, left := rec.freeMounts()
+	for _, text := range freed {
+		rec.log.Warn("mount recovered", "action", text)
+	}
+	done.Actions = slices.Concat(done.Actions, did, freed)
+	return done, fail("recover", "", errors.Join(append(errs, err, left)...))
 }
 
 // interrupted locks an intent's sandbox if no process works on it; otherwise the lock

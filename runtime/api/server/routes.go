@@ -309,6 +309,21 @@ func (h *Handler) fileRoutes() []route {
 			func(ctx context.Context, r *request[wire.None], in io.Reader) (wire.None, error) {
 				return wire.None{}, svc.CopyTo(ctx, r.ref, r.URL.Query().Get("path"), in)
 			}, "path"),
+		verb(h, "/v1/sandboxes/{sandbox}/mount",
+			"Mount files of a checkpoint as long as the connection lasts; needs Accept: text/event-stream",
+			func(ctx context.Context, r *request[wire.MountBody]) (wire.None, error) {
+				if r.report == nil || r.rec != nil {
+					return wire.None{}, fmt.Errorf("%w: a mount takes Accept: %s and no %s", runtime.ErrInvalid,
+						wire.EventStream, wire.HeaderKey)
+				}
+				until, cancel := h.untilDrained(ctx)
+				defer cancel()
+				err := svc.Mount(until, r.ref, r.in.Dir, func(m runtime.Mounted) { r.report(m) })
+				if err == nil && until.Err() != nil && ctx.Err() == nil {
+					err = errEnding()
+				}
+				return wire.None{}, err
+			}).withProgress(runtime.Mounted{}),
 		query(h, "/v1/sandboxes/{sandbox}/stat", "Tell what a path is",
 			func(ctx context.Context, r *request[wire.None]) (wire.Stat, error) {
 				st, err := svc.Stat(ctx, r.ref, r.URL.Query().Get("path"))

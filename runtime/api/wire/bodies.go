@@ -34,7 +34,10 @@ type (
 		SecretValues
 	}
 	StartBody struct{ SecretValues }
-	KillBody  struct {
+	MountBody struct {
+		Dir string `json:"dir"` // an empty directory on the host of the service
+	}
+	KillBody struct {
 		Signal string `json:"signal"` // empty: KILL
 	}
 	StopBody struct {
