@@ -119,15 +119,46 @@ func NewView(ctx context.Context, opts ViewOptions) (_ *View, err error) {
 		found[real] = opts.Mounts[p]
 	}
 	v.mounts = found
+	if err := v.nest(); err != nil {
+		return nil, err
+	}
 	clear(v.seen)
 	return v, nil
+}
+
+// nest has the files of a mount have the mounts that lie in them.
+func (v *View) nest() error {
+	// The outer ones last: they are entered first.
+	for _, at := range slices.Backward(slices.Sorted(maps.Keys(v.mounts))) {
+		parent, _ := splitPath(at)
+		outer, m, ok := v.mountOf(parent)
+		if at == "." || !ok || m.Files == nil {
+			continue
+		}
+		real, _, err := m.Files.Resolve(below(at, outer), true)
+		if err == nil {
+			m.Files.mount(real, v.mounts[at])
+		} else if !errors.Is(err, fault.ErrNotFound) && !errors.Is(err, fault.ErrInvalid) {
+			return err
+		}
+		delete(v.mounts, at)
+		clear(m.Files.seen)
+	}
+	return nil
+}
+
+func (v *View) mount(at string, m ViewMount) {
+	if v.mounts == nil {
+		v.mounts = map[string]ViewMount{}
+	}
+	v.mounts[at] = m
 }
 
 // Close releases the view. Those of its mounts stay open.
 func (v *View) Close() { v.low.close() }
 
-// Mounts is what is mounted, by where it really is. Of one within another that is where its path
-// leads without the other.
+// Mounts is what is mounted, by where it really is. What is mounted in the files of a mount is among
+// theirs.
 func (v *View) Mounts() map[string]ViewMount { return v.mounts }
 
 // Foresee reads, in one go, what the tree has on the way to some paths. Resolve and Walk read it

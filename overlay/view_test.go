@@ -11,6 +11,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -374,6 +375,44 @@ func TestViewMounts(t *testing.T) {
 	}))
 	if skipped > 0 {
 		t.Errorf("%d entries of directories that were left out", skipped)
+	}
+}
+
+// TestViewNestedMounts: a mount in another one is found there, also by a symlink of the outer one's.
+func TestViewNestedMounts(t *testing.T) {
+	root, outer, inner := t.TempDir(), t.TempDir(), t.TempDir()
+	shell := func(t *testing.T, dir, script string) {
+		t.Helper()
+		cmd := exec.Command("sh", "-ec", script)
+		cmd.Dir = dir
+		must(t, cmd.Run())
+	}
+	shell(t, root, "mkdir work")
+	shell(t, outer, "mkdir -p real/in deep/er; ln -s real to; echo hidden > real/in/hidden; echo o > file")
+	shell(t, inner, "echo i > file; mkdir sub")
+	v := openView(t, root, ViewOptions{Mounts: map[string]ViewMount{
+		"/work":         {Kind: "workspace", Files: openView(t, outer, ViewOptions{})},
+		"/work/to/in":   {Kind: "workspace", Files: openView(t, inner, ViewOptions{})},
+		"/work/deep/er": {Kind: "tmpfs"},
+	}})
+	want := []string{
+		".", "work", "work/deep", "work/deep/er:tmpfs", "work/file", "work/real", "work/real/in", "work/real/in/file",
+		"work/real/in/sub", "work/to",
+	}
+	if got := paths(t, v, "."); !slices.Equal(got, want) {
+		t.Errorf("%q, want %q", got, want)
+	}
+	if got := paths(t, v, "work/real"); !slices.Equal(got, want[5:9]) {
+		t.Errorf("below: %q, want %q", got, want[5:9])
+	}
+	if real, e, err := v.Resolve("/work/to/in/file", true); err != nil || e == nil || real != "work/real/in/file" {
+		t.Errorf("%q, %v, %v", real, e, err)
+	}
+	if _, e, err := v.Resolve("/work/real/in/hidden", true); e != nil || err != nil {
+		t.Errorf("what the mount hides: %v, %v", e, err)
+	}
+	if _, _, err := v.Resolve("/work/deep/er/x", true); !errors.Is(err, fault.ErrNotFound) {
+		t.Errorf("%v", err)
 	}
 }
 

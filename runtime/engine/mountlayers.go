@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -89,34 +88,25 @@ func (o *overMounts) collect() error {
 	if err := o.add("."); err != nil {
 		return err
 	}
-	mounts := o.v.Mounts()
-	for at, m := range mounts {
-		if m.Files != nil {
-			o.filled[at] = m.Files
-		}
-		if o.within(at, mounts) {
-			continue // it is made in what the other one has
-		}
+	for at, m := range o.v.Mounts() {
 		e, ok, err := o.entry(at)
 		if err != nil {
 			return err
 		}
 		if !ok || e.Type != overlay.TypeDir {
-			delete(o.filled, at)
 			continue
 		}
 		if err := o.add(at); err != nil {
 			return err
 		}
-		if at != "." {
-			e = o.entries[at]
-			e.Xattrs = maps.Clone(e.Xattrs)
-			if e.Xattrs == nil {
-				e.Xattrs = map[string]string{}
-			}
-			e.Xattrs[opaqueMark] = "y"
-			o.entries[at] = e
+		if m.Files != nil {
+			o.filled[at] = m.Files
 		}
+		if e.Xattrs = maps.Clone(e.Xattrs); e.Xattrs == nil {
+			e.Xattrs = map[string]string{}
+		}
+		e.Xattrs[opaqueMark] = "y"
+		o.entries[at] = e
 	}
 	for name, b := range o.opts.Bound {
 		at := strings.TrimPrefix(name, "/")
@@ -124,7 +114,7 @@ func (o *overMounts) collect() error {
 		if err != nil {
 			return err
 		}
-		if !ok || e.Type != overlay.TypeFile || o.within(at, mounts) {
+		if !ok || e.Type != overlay.TypeFile || o.mounted(at) {
 			continue
 		}
 		if err := o.add(at); err != nil {
@@ -135,10 +125,10 @@ func (o *overMounts) collect() error {
 	return nil
 }
 
-// within reports whether a path is below a mount.
-func (o *overMounts) within(at string, mounts map[string]overlay.ViewMount) bool {
-	for other := range mounts {
-		if other != at && inOrAt(at, other) {
+// mounted reports whether a path lies in a mount.
+func (o *overMounts) mounted(at string) bool {
+	for top := range o.v.Mounts() {
+		if inOrAt(at, top) {
 			return true
 		}
 	}
@@ -209,17 +199,11 @@ func (o *overMounts) write(w *overlay.TarWriter) error {
 	return nil
 }
 
-// fill lays out what is in mounts, the outer ones first.
+// fill lays out what is in mounts.
 func (o *overMounts) fill(top string) error {
-	byLength := func(a, b string) int { return len(a) - len(b) }
-	for _, at := range slices.SortedFunc(maps.Keys(o.filled), byLength) {
+	for at, files := range o.filled {
 		dir := filepath.Join(top, at)
-		if _, ok := o.entries[at]; !ok {
-			if err := makeNested(top, at); err != nil {
-				return err
-			}
-		}
-		if err := applyTar(o.ctx, dir, func(w *overlay.TarWriter) error { return writeView(o.filled[at], w) }); err != nil {
+		if err := applyTar(o.ctx, dir, func(w *overlay.TarWriter) error { return writeView(files, w) }); err != nil {
 			return fmt.Errorf("what is mounted at /%s: %w", at, err)
 		}
 		if err := unix.Setxattr(dir, opaqueMark, []byte("y"), 0); err != nil {
@@ -227,36 +211,6 @@ func (o *overMounts) fill(top string) error {
 		}
 	}
 	return nil
-}
-
-// makeNested makes an empty directory for a mount that lies in another one, which is laid out. The
-// directory that it is in keeps its times.
-func makeNested(top, at string) error {
-	f, err := os.OpenFile(top, unix.O_PATH|unix.O_DIRECTORY, 0)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	// What is laid out is not trusted: a symlink would lead out of it. Nothing else changes it.
-	parent, err := unix.Openat2(int(f.Fd()), filepath.Dir(at), &unix.OpenHow{
-		Flags: unix.O_PATH | unix.O_DIRECTORY | unix.O_CLOEXEC, Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
-	})
-	if err != nil {
-		return fmt.Errorf("%w: what is mounted at /%s lies in another mount, which has no such directory: %w",
-			runtime.ErrUnsupported, at, err)
-	}
-	defer unix.Close(parent)
-	var was unix.Stat_t
-	dir := filepath.Join(top, at)
-	err = unix.Fstat(parent, &was)
-	if err == nil {
-		err = errors.Join(os.RemoveAll(dir), os.Mkdir(dir, 0o700))
-	}
-	if err == nil {
-		err = unix.UtimesNanoAt(unix.AT_FDCWD, filepath.Dir(dir), []unix.Timespec{was.Atim, was.Mtim},
-			unix.AT_SYMLINK_NOFOLLOW)
-	}
-	return err
 }
 
 // writeView archives all that a view shows.
