@@ -380,7 +380,7 @@ func (rs *restores) runValidator(ctx context.Context, r *restoration, v validato
 	exit, err := r.sb.host.Wait(ctx, r.sb.ID)
 	back()
 	if out.TimedOut = errors.Is(ctx.Err(), context.DeadlineExceeded); out.TimedOut {
-		exit = 128 + int(unix.SIGKILL)
+		exit.Code = 128 + int(unix.SIGKILL)
 	} else if err != nil {
 		return err
 	}
@@ -394,7 +394,10 @@ func (rs *restores) runValidator(ctx context.Context, r *restoration, v validato
 		}
 	case <-time.After(drainWait): // what it printed last is missing
 	}
-	ended(exit)
+	if exit.OOMKilled {
+		_, _ = said.Write([]byte("\nkilled for lack of memory\n")) // never fails
+	}
+	ended(exit.Code)
 	return nil
 }
 
