@@ -11,7 +11,19 @@ import (
 // the owner's own edits, and nothing else of the owner's moves: no file, no index, no other branch.
 func TestWorkspaceApplyBranch(t *testing.T) {
 	t.Parallel()
-	b := memoryBox(t)
+	for _, service := range []bool{false, true} {
+		t.Run(map[bool]string{false: "embedded", true: "service"}[service], func(t *testing.T) {
+			b := memoryBox(t)
+			if service {
+				_, socket := b.serve()
+				b.env = append(b.env, "AGENTBOX_HOST=unix://"+socket)
+			}
+			workspaceBranch(t, b)
+		})
+	}
+}
+
+func workspaceBranch(t *testing.T, b *box) {
 	dir := repository(t)
 	text := "1\n2\n3\n4\n5\n6\n7\n8\n9\n"
 	put(t, dir, "text", text)

@@ -608,7 +608,7 @@ class Sandbox:
         must be allowed by name or what a validator refuses, Approval for what a person has to
         approve first. Returns the service's report: "changes", "conflicts", "merged",
         "checkpoint" and so on. options are further members of ApplyOptions, like dry_run, undo,
-        workspace, markers, ours, theirs and allow.
+        workspace, markers, ours, theirs and allow; a dry_run with patch shows what picks can name.
         """
         options["paths"] = list(paths)
         return self.client.post(self._at("apply", checkpoint), options)
