@@ -90,6 +90,9 @@ type Local interface {
 	Files(ctx context.Context, sandbox string, fn func(*policy.Jail) error) error
 }
 
+// UsualWorkspaceFiles bounds the files in the directories of a sandbox's workspaces.
+const UsualWorkspaceFiles = 1_000_000
+
 // CreateRequest asks for a sandbox. Empty fields take the image's values, then defaults.
 type CreateRequest struct {
 	// ID and ImageDigest are filled in; Args is the command without the entrypoint
@@ -107,6 +110,10 @@ type CreateRequest struct {
 	CapDrop    []string `json:"cap_drop"`
 	Privileged bool     `json:"privileged"`
 	UserNS     string   `json:"userns"` // UserNSAuto or UserNSHost; empty: the former, where that is possible
+
+	// WorkspaceFiles is how many files the directories of its workspaces may have in all; 0:
+	// UsualWorkspaceFiles, negative: any number.
+	WorkspaceFiles int64 `json:"workspace_files,omitempty"`
 
 	Lease string `json:"lease"` // the lease that it is removed with; empty: none
 	Group string `json:"group"` // a name that it shares with others; empty: none

@@ -7,10 +7,12 @@ import (
 	"io"
 	"os"
 	"path"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/agentbox/agentbox/images/image"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -27,6 +29,7 @@ type createOptions struct {
 	User         string
 	Volumes      []string
 	Workspaces   []string
+	MaxFiles     int64
 	Tmpfs        []string
 	Secrets      secretOptions
 	Labels       []string
@@ -63,6 +66,11 @@ type createOptions struct {
 	entrypointSet bool
 }
 
+func (o *createOptions) addMaxFiles(fl *pflag.FlagSet) {
+	fl.Int64Var(&o.MaxFiles, "workspace-files", 0,
+		"refuse workspaces whose directories have more than `N` files in all (default 1000000); -1: any number")
+}
+
 func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	// Docker's -h is the hostname, so help has only its long name here.
 	fl.Bool("help", false, "print this help")
@@ -77,6 +85,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.VarP(list(&o.Volumes), "volume", "v", "mount host directory or file, `SRC:DST[:ro]`; not part of checkpoints")
 	fl.Var(list(&o.Workspaces), "workspace",
 		"show the host directory `DIR[:PATH][:ro]`, at the same path by default; the sandbox changes it for itself alone, and checkpoints have what it changed")
+	o.addMaxFiles(fl)
 	fl.Var(list(&o.Tmpfs), "tmpfs", "mount a tmpfs at `DST[:OPTIONS]`; not part of checkpoints' files")
 	o.Secrets.addFlags(fl)
 	fl.VarP(list(&o.Labels), "label", "l", "set a label `KEY=VALUE`")
@@ -211,7 +220,7 @@ func (o *createOptions) request(args []string) (runtime.CreateRequest, error) {
 	}
 	req := runtime.CreateRequest{
 		Spec: spec, Pull: o.pull.options(), CapAdd: o.CapAdd, CapDrop: o.CapDrop, Privileged: o.Privileged,
-		UserNS: o.UserNS, Lease: o.Lease, Group: o.Group,
+		UserNS: o.UserNS, Lease: o.Lease, Group: o.Group, WorkspaceFiles: o.MaxFiles,
 	}
 	if o.entrypointSet {
 		req.Entrypoint = []string{}
@@ -362,13 +371,30 @@ func createShown(
 	bars, end := watchLayers(stderr)
 	defer end()
 	if bars != nil {
-		req.Pull.Progress = bars.pull
+		told := tellReading(req.Spec.Workspaces(), stderr)
+		defer told.Stop()
+		req.Pull.Progress = func(p image.Progress) {
+			told.Stop()
+			bars.pull(p)
+		}
 	}
 	sb, err := svc.Create(ctx, req)
 	if err == nil {
 		warn(stderr, outside(req.Spec.Mounts))
 	}
 	return sb, err
+}
+
+// readingWait is how long a create takes, at least, that says why.
+const readingWait = 2 * time.Second
+
+// tellReading says, unless it is stopped before, why it takes long to make a sandbox with workspaces.
+func tellReading(workspaces []runtime.Mount, stderr io.Writer) *time.Timer {
+	return time.AfterFunc(readingWait, func() {
+		if len(workspaces) > 0 {
+			fmt.Fprintln(stderr, printable("reading "+workspaces[0].Source+" for the checkpoint that the sandbox begins with"))
+		}
+	})
 }
 
 // outside says of which directories that a sandbox can change no checkpoint has anything.

@@ -65,6 +65,7 @@ func (o *groupRunOptions) addFlags(fl *pflag.FlagSet) {
 		"with --from: leave the processes out; the sandbox's command starts afresh")
 	fl.Var(list(&o.Mounts.Workspaces), "workspace",
 		"with --image: show each the host directory `DIR[:PATH][:ro]`, which it changes for itself alone")
+	o.Mounts.addMaxFiles(fl)
 	o.Secrets.addFlags(fl)
 	fl.StringVar(&o.OutputDir, "output-dir", "", "write what members print to `DIR`/MEMBER.out and MEMBER.err instead")
 	addFormat(fl, &o.Format, formatTable, formatJSON)
@@ -168,7 +169,7 @@ func (o *groupRunOptions) source(
 			return err
 		}
 		to.Create = &runtime.CreateRequest{
-			Entrypoint: []string{}, Spec: runtime.Spec{
+			Entrypoint: []string{}, WorkspaceFiles: o.Mounts.MaxFiles, Spec: runtime.Spec{
 				Image: o.Image, Args: []string{"sleep", "2147483647"}, Init: true, Secrets: secrets, Mounts: mounts,
 			},
 		}

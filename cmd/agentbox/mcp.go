@@ -78,6 +78,7 @@ func (o *mcpOptions) addFlags(fl *pflag.FlagSet) {
 		"let those it makes out to `RULE` only, as 'agentbox run --egress' takes it")
 	fl.Var(list(&o.create.Workspaces), "workspace",
 		"show those it makes the host directory `DIR[:PATH][:ro]`, which each changes for itself alone")
+	o.create.addMaxFiles(fl)
 	fl.StringVarP(&o.create.Workdir, "workdir", "w", "", "working directory `DIR` in those it makes")
 	fl.StringVarP(&o.create.User, "user", "u", "", "`USER[:GROUP]` in those it makes")
 	fl.VarP(list(&o.create.Env), "env", "e", "set `NAME=VALUE` in those it makes; NAME alone takes the caller's value")

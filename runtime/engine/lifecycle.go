@@ -103,6 +103,9 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 	if err := errors.Join(callerLists(ctx, s.Mounts), checkSetup(req.Setup)); err != nil {
 		return runtime.Sandbox{}, err
 	}
+	if err := boundWorkspaces(ctx, s.Mounts, req.WorkspaceFiles); err != nil {
+		return runtime.Sandbox{}, err
+	}
 
 	// Fail now rather than at the start.
 	if _, err := bx.readSecrets(ctx, s, s.Secrets); err != nil {
