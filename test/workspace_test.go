@@ -460,7 +460,7 @@ func TestWorkspaceRefused(t *testing.T) {
 		{dir + "/none:/work", "not found"},
 		{dir + "/README:/work", "is not a directory"},
 		{dir + ":work", "is not absolute"},
-		{"/:/work", "agentbox keeps its state in"},
+		{"/:/work", "/ cannot be a workspace"},
 		{b.root + ":/work", "agentbox keeps its state in"},
 		{dir + ":/", "--workspace"},
 	} {
