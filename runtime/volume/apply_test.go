@@ -7,6 +7,7 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -507,6 +508,62 @@ func TestApplyPrivileged(t *testing.T) {
 	if n, err := unix.Getxattr(b.from+"/caps", "security.capability", buf); err != nil ||
 		string(buf[:n]) != string(capability) {
 		t.Errorf("capabilities: %x, %v", buf[:max(n, 0)], err)
+	}
+}
+
+// TestApplyGit has what would have git run programs: in the .git of the directory, and in a directory that
+// becomes a repository. None of it comes out unasked.
+func TestApplyGit(t *testing.T) {
+	ctx := context.Background()
+	b := newBench(t, "near")
+	for _, dir := range []string{".git/hooks", "bare/objects", "bare/refs", "sub/.git"} {
+		must(t, os.MkdirAll(filepath.Join(b.from, dir), 0o755))
+	}
+	for _, name := range []string{".git/config", ".git/hooks/gone", "bare/config", "sub/.git/HEAD"} {
+		must(t, os.WriteFile(filepath.Join(b.from, name), []byte("had\n"), 0o755))
+	}
+	b.create(t)
+	put := func(p, name string) {
+		must(t, os.MkdirAll(filepath.Dir(filepath.Join(p, name)), 0o755))
+		must(t, os.WriteFile(filepath.Join(p, name), []byte("came\n"), 0o755))
+	}
+	must(t, b.With(ctx, "ws", func(p string) error {
+		for _, name := range []string{
+			".git/config", ".git/hooks/pre-commit", ".git/refs/heads/main", "new/.git/hooks/pre-commit", "bare/HEAD", "fine",
+		} {
+			put(p, name)
+		}
+		must(t, os.RemoveAll(p+"/sub/.git"))
+		put(p, "sub/.git")
+		return os.Remove(p + "/.git/hooks/gone")
+	}))
+	old := look(t, b.from)
+	out, err := b.Apply(ctx, "ws", runtime.ApplyOptions{DryRun: true})
+	must(t, err)
+	var refused []string
+	for _, r := range out.Refused {
+		if !r.MayAllow {
+			t.Errorf("%s cannot be allowed", r.Path)
+		}
+		refused = append(refused, r.Path)
+	}
+	slices.Sort(refused)
+	want := []string{
+		"/.git/config", "/.git/hooks/gone", "/.git/hooks/pre-commit", "/bare/HEAD", "/new/.git/hooks/pre-commit", "/sub/.git",
+	}
+	if !slices.Equal(refused, want) {
+		t.Errorf("refused: %q, want %q", refused, want)
+	}
+	if _, err := b.Apply(ctx, "ws", runtime.ApplyOptions{}); !errors.Is(err, fault.ErrDenied) {
+		t.Errorf("apply: %v", err)
+	}
+	equalLook(t, "the original after a refused apply", old, look(t, b.from))
+	_, err = b.Apply(ctx, "ws", runtime.ApplyOptions{Allow: []string{"/.git", "/bare", "/new", "/sub"}})
+	must(t, err)
+	for _, name := range []string{".git/config", "bare/HEAD", "new/.git/hooks/pre-commit", "sub/.git", "fine"} {
+		if data, err := os.ReadFile(filepath.Join(b.from, name)); string(data) != "came\n" {
+			t.Errorf("%s: %q, %v", name, data, err)
+		}
 	}
 }
 

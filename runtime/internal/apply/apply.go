@@ -317,7 +317,7 @@ func (t *txn) planFor(ctx context.Context, c *Change, opts runtime.ApplyOptions,
 			return err
 		}
 	}
-	p.gate = newGate(p.from, c.At, opts)
+	p.gate = newGate(p.from, c.Place, opts)
 	if c.Base != nil {
 		p.merges = true
 		err = p.merge(ctx, c, opts, out)

@@ -148,7 +148,7 @@ func (m *merger) take(ctx context.Context, rel string, s side, f found) error {
 			return err
 		}
 	}
-	m.git(rel, f.kind(), s.kind())
+	m.gate.git(rel, f.kind(), s.kind())
 	m.taken++
 	at := len(m.out.Changes)
 	if err := m.coming(ctx, rel, s, f); err != nil {
@@ -159,17 +159,6 @@ func (m *merger) take(ctx context.Context, rel string, s side, f found) error {
 	}
 	m.op(rel, s, f)
 	return nil
-}
-
-// git refuses what would have git run programs.
-func (m *merger) git(rel string, old, new overlay.Type) {
-	m.comes[rel] = kinds{old, new}
-	if new == "" && old == overlay.TypeDir || new == overlay.TypeDir && old == "" {
-		return // what is in it counts
-	}
-	if why := gitReason(path.Join(m.From, rel), old, new); why != "" && !m.gate.allowsBelow(rel) {
-		m.gate.refuse(rel, why, true)
-	}
 }
 
 // op adds the rename of a path that comes, unless its directory comes as a whole.

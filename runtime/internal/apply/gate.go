@@ -23,20 +23,25 @@ import (
 // gate judges what comes into the original.
 type gate struct {
 	from    *Root
+	dir     string // its path
 	at      string // what is put before paths in messages
 	owners  bool   // the owners that files have come, too
 	allow   []string
-	new     map[string]ids // directories that the original does not have
-	owns    map[string]ids // entries of the upperdir that get another owner
+	new     map[string]ids   // directories that the original does not have
+	owns    map[string]ids   // entries of the upperdir that get another owner
+	coming  map[string]kinds // what comes or goes, for git
 	refused []runtime.Refusal
 }
 
 type ids struct{ uid, gid uint32 }
 
-func newGate(from *Root, at string, opts runtime.ApplyOptions) *gate {
-	g := &gate{from: from, owners: opts.Owners, at: at, new: map[string]ids{}, owns: map[string]ids{}}
+func newGate(from *Root, at Place, opts runtime.ApplyOptions) *gate {
+	g := &gate{
+		from: from, dir: at.From, at: at.At, owners: opts.Owners, new: map[string]ids{}, owns: map[string]ids{},
+		coming: map[string]kinds{},
+	}
 	for _, p := range opts.Allow {
-		if rel, ok := Inside(at, path.Join("/", p)); ok {
+		if rel, ok := Inside(at.At, path.Join("/", p)); ok {
 			g.allow = append(g.allow, rel)
 		}
 	}

@@ -20,53 +20,64 @@ import (
 // kinds are the types of what a path has and of what comes there; empty ones are nothing.
 type kinds struct{ old, new overlay.Type }
 
+// git refuses what would have git run programs, and remembers what comes for bare.
+func (g *gate) git(rel string, old, new overlay.Type) {
+	g.coming[rel] = kinds{old, new}
+	if new == "" && old == overlay.TypeDir || new == overlay.TypeDir && old == "" {
+		return // what is in it counts
+	}
+	if why := gitReason(path.Join(g.dir, rel), old, new); why != "" && !g.allowsBelow(rel) {
+		g.refuse(rel, why, true)
+	}
+}
+
 // bare refuses what would have git run programs in a directory that is a repository after the apply.
-func (m *merger) bare() error {
-	outer := m.outerRepositories()
-	for _, rel := range slices.Sorted(maps.Keys(m.comes)) {
-		if m.gate.allowsBelow(rel) || gitReason(path.Join(m.From, rel), m.comes[rel].old, m.comes[rel].new) != "" {
+func (g *gate) bare() error {
+	outer := g.outerRepositories()
+	for _, rel := range slices.Sorted(maps.Keys(g.coming)) {
+		if g.allowsBelow(rel) || gitReason(path.Join(g.dir, rel), g.coming[rel].old, g.coming[rel].new) != "" {
 			continue // let through, or refused already
 		}
-		why, dir := m.outerReason(outer, rel), ""
+		why, dir := g.outerReason(outer, rel), ""
 		var err error
 		for i, names := 0, strings.Split(rel, "/"); i < len(names) && why == "" && err == nil; i++ {
 			dir = path.Join(names[:i]...)
-			why, err = m.bareReason(path.Clean(dir), names[i:], m.comes[rel])
+			why, err = g.bareReason(path.Clean(dir), names[i:], g.coming[rel])
 		}
 		if err != nil {
 			return err
 		}
 		if why != "" {
-			m.gate.refuse(rel, why, true)
+			g.refuse(rel, why, true)
 		}
 	}
 	return nil
 }
 
 // bareReason is gitReason for a path in dir, by its names from there.
-func (m *merger) bareReason(dir string, names []string, k kinds) (why string, err error) {
+func (g *gate) bareReason(dir string, names []string, k kinds) (why string, err error) {
 	makes := len(names) == 1 && slices.Contains([]string{"HEAD", "objects", "refs", "commondir"}, names[0])
-	if why = gitFileReason(names, k); why == "" && !makes || isGitDir(path.Base(path.Join(m.From, dir))) {
+	if why = gitFileReason(names, k); why == "" && !makes || isGitDir(path.Base(path.Join(g.dir, dir))) {
 		return "", nil
 	}
-	has := func(name string) (bool, error) { return m.hasThen(path.Join(dir, name)) }
+	has := func(name string) (bool, error) { return g.hasThen(path.Join(dir, name)) }
 	if is, err := isRepository(has); err != nil || !is {
 		return "", err
 	}
-	takes := "git takes " + path.Join(m.At, dir) + " for a repository with it, "
+	takes := "git takes " + path.Join(g.at, dir) + " for a repository with it, "
 	if why != "" {
 		return takes + "and " + why, nil
 	}
-	had := func(name string) (bool, error) { return m.has(path.Join(dir, name)) }
+	had := func(name string) (bool, error) { return g.has(path.Join(dir, name)) }
 	if was, err := isRepository(had); err != nil || was {
 		return "", err
 	}
 	for _, name := range []string{"config", "config.worktree", "hooks", "info/attributes", "commondir"} {
 		rel := path.Join(dir, name)
-		if _, comes := m.comes[rel]; comes {
+		if _, comes := g.coming[rel]; comes {
 			continue // it is judged itself
 		}
-		if has, err := m.has(rel); err != nil || has {
+		if has, err := g.has(rel); err != nil || has {
 			return takes + "of which " + name + " is there already and can have git run programs", err
 		}
 	}
@@ -99,8 +110,8 @@ func isRepository(has func(name string) (bool, error)) (bool, error) {
 }
 
 // has reports whether the directory has something at a path.
-func (m *merger) has(rel string) (bool, error) {
-	st, err := m.from.stat(rel)
+func (g *gate) has(rel string) (bool, error) {
+	st, err := g.from.stat(rel)
 	if errors.Is(err, fault.ErrUnsupported) {
 		return true, nil // a mount point
 	}
@@ -108,17 +119,17 @@ func (m *merger) has(rel string) (bool, error) {
 }
 
 // hasThen is has for after the apply.
-func (m *merger) hasThen(rel string) (bool, error) {
-	if k, comes := m.comes[rel]; comes {
+func (g *gate) hasThen(rel string) (bool, error) {
+	if k, comes := g.coming[rel]; comes {
 		return k.new != "", nil
 	}
-	return m.has(rel)
+	return g.has(rel)
 }
 
 // outerRepositories lists the repositories that the directory itself lies in, if it is a part of
 // what git keeps in one.
-func (m *merger) outerRepositories() (list []string) {
-	for dir := filepath.Dir(m.From); ; dir = filepath.Dir(dir) {
+func (g *gate) outerRepositories() (list []string) {
+	for dir := filepath.Dir(g.dir); ; dir = filepath.Dir(dir) {
 		is, _ := isRepository(func(name string) (bool, error) {
 			_, err := os.Lstat(filepath.Join(dir, name))
 			return err == nil, nil
@@ -132,10 +143,10 @@ func (m *merger) outerRepositories() (list []string) {
 	}
 }
 
-func (m *merger) outerReason(outer []string, rel string) string {
+func (g *gate) outerReason(outer []string, rel string) string {
 	for _, dir := range outer {
-		below, _ := Inside(dir, path.Join(m.From, rel))
-		if why := gitFileReason(strings.Split(below, "/"), m.comes[rel]); why != "" {
+		below, _ := Inside(dir, path.Join(g.dir, rel))
+		if why := gitFileReason(strings.Split(below, "/"), g.coming[rel]); why != "" {
 			return "it is part of the repository " + dir + ", and " + why
 		}
 	}

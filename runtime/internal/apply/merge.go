@@ -68,10 +68,9 @@ type merger struct {
 	list   []overlay.Entry // the upperdir
 	places map[string]int  // in the list
 	base   map[string]BaseEntry
-	comes  map[string]kinds // all that comes, or goes
-	whole  string           // a directory that comes as a whole
-	taken  int              // how many paths come
-	text   int              // bytes that were merged
+	whole  string // a directory that comes as a whole
+	taken  int    // how many paths come
+	text   int    // bytes that were merged
 
 	way     map[string]bool // what is picked, and the directories that lead there; nil: all comes
 	shown   int             // bytes of patches
@@ -80,7 +79,7 @@ type merger struct {
 
 // merge plans what comes of a workspace.
 func (p *part) merge(ctx context.Context, c *Change, opts runtime.ApplyOptions, out *runtime.Applied) error {
-	m := &merger{part: p, change: c, opts: opts, out: out, places: map[string]int{}, comes: map[string]kinds{}}
+	m := &merger{part: p, change: c, opts: opts, out: out, places: map[string]int{}}
 	p.plan = &plan{links: map[string]bool{}, left: map[string]bool{}, merged: map[string]*merged{}}
 	for e, err := range c.Source.Entries {
 		if err != nil {
@@ -110,7 +109,7 @@ func (p *part) merge(ctx context.Context, c *Change, opts runtime.ApplyOptions, 
 	if err := m.picksUsed(); err != nil {
 		return err
 	}
-	if err := m.bare(); err != nil {
+	if err := m.gate.bare(); err != nil {
 		return err
 	}
 	slices.SortFunc(p.plan.Ops, func(a, b op) int { return overlay.ComparePaths(string(a.Path), string(b.Path)) })
@@ -443,7 +442,7 @@ func (m *merger) newDir(ctx context.Context, i, end int, s, b side, f found) err
 		m.plan.left[rel] = true
 		return nil
 	}
-	m.git(rel, f.kind(), overlay.TypeDir)
+	m.gate.git(rel, f.kind(), overlay.TypeDir)
 	at := len(m.out.Changes)
 	if err := m.coming(ctx, rel, s, f); err != nil {
 		return err

@@ -79,7 +79,7 @@ func newPlan(from *Root, entries iter.Seq2[overlay.Entry, error], upper *Root, g
 			return nil, err
 		}
 	}
-	return &p.plan, nil
+	return &p.plan, g.bare()
 }
 
 func (p *planner) add(e overlay.Entry) error {
@@ -94,6 +94,7 @@ func (p *planner) add(e overlay.Entry) error {
 		if white {
 			return nil
 		}
+		p.gate.git(e.Path, "", e.Type)
 		return p.gate.comes(e)
 	}
 	if e.Path == "." {
@@ -108,6 +109,7 @@ func (p *planner) add(e overlay.Entry) error {
 		if low == nil {
 			return nil
 		}
+		p.gate.git(e.Path, gitType(low), "")
 		// The whiteout changed its directory, which nothing did since.
 		parent := p.dirTimes[path.Dir(e.Path)]
 		return p.op(opRemove, e.Path, low, since(low, unix.StatxTimestamp{Sec: parent.Sec, Nsec: uint32(parent.Nsec)}))
@@ -118,6 +120,7 @@ func (p *planner) add(e overlay.Entry) error {
 		p.done = e.Path
 	}
 	if low == nil {
+		p.gate.git(e.Path, "", e.Type)
 		if err := p.gate.comes(e); err != nil {
 			return err
 		}
@@ -136,10 +139,19 @@ func (p *planner) add(e overlay.Entry) error {
 			return err
 		}
 	}
+	p.gate.git(e.Path, gitType(low), e.Type)
 	if err := p.gate.comes(e); err != nil {
 		return err
 	}
 	return p.op(opSwap, e.Path, low, up.Mask&unix.STATX_BTIME != 0 && since(low, up.Btime))
+}
+
+// gitType is the type of what a directory has, as far as git's gate asks: a directory, or anything else.
+func gitType(st *unix.Statx_t) overlay.Type {
+	if isDir(st) {
+		return overlay.TypeDir
+	}
+	return overlay.TypeFile
 }
 
 // since reports whether something in the original surely appeared or changed after a given
