@@ -11,8 +11,8 @@ import (
 	"go.yaml.in/yaml/v3"
 )
 
-// Apply says what has to pass before a sandbox's changes get into a directory of the host. A policy
-// and the directory's own .agentbox.yaml have it by the same keys, and both count.
+// Apply has the rules of an apply to a directory of the host. A policy and the directory's own
+// .agentbox.yaml have the same keys for them, and both count.
 type Apply struct {
 	Validators []Validator // in the order in which they run
 	Approve    Approve
@@ -61,8 +61,7 @@ func ParseApply(n *yaml.Node) (Apply, []*Problem) {
 	return d.rules.Apply, problems
 }
 
-// With returns what both rules ask for: the validators and canaries of both, and the stricter rule of
-// approval.
+// With combines two sets of rules: the validators and canaries of both, and the stricter approval.
 func (a Apply) With(o Apply) Apply {
 	stricter := func(x, y int64) int64 {
 		if x == 0 || y != 0 && y < x {
@@ -186,7 +185,7 @@ func readValidator(n *yaml.Node, name string) (v Validator, p *Problem) {
 	return v, nil
 }
 
-// readValidatorCommand returns a command, and what it is called unless it has a name.
+// readValidatorCommand returns a command and its default name.
 func readValidatorCommand(n *yaml.Node, name string) (run []string, called string, p *Problem) {
 	bad := func(n *yaml.Node, s string) *Problem {
 		if len(s) > maxCommand || strings.ContainsRune(s, 0) || !utf8.ValidString(s) {
@@ -223,7 +222,7 @@ func readValidatorCommand(n *yaml.Node, name string) (run []string, called strin
 	return []string{"sh", "-c", s}, nameOf(s), nil
 }
 
-// nameOf makes a name of a command: its beginning, on one line.
+// nameOf derives a name from a command: its beginning, on one line.
 func nameOf(command string) string {
 	line := strings.Join(strings.Fields(strings.Map(func(r rune) rune {
 		if unicode.IsPrint(r) {

@@ -126,8 +126,8 @@ func TestApprove(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		"apply: {approve: {at: 0}}":           "is no risk from 1 to 1000",
-		"apply: {approve: {at: 1001}}":        "is no risk from 1 to 1000",
+		"apply: {approve: {at: 0}}":           "is not a number from 1 to 1000",
+		"apply: {approve: {at: 1001}}":        "is not a number from 1 to 1000",
 		"apply: {approve: {expires: 8d}}":     "is more than",
 		"apply: {approve: {paths: [/etc]}}":   "relative to the directory",
 		"apply: {approve: {paths: [a/../b]}}": "relative to the directory",

@@ -18,7 +18,7 @@ const (
 	maxApproval     = 7 * 24 * time.Hour
 )
 
-// Approve says which applies a person has to approve.
+// Approve defines which applies need a person's approval.
 type Approve struct {
 	At      int64         // those with this risk or more; 0: none
 	Expires time.Duration // how long an approval counts; 0: DefaultApproval
@@ -28,11 +28,11 @@ type Approve struct {
 // DefaultApproval is how long an approval counts where no rule says it.
 const DefaultApproval = time.Hour
 
-// Asks reports whether there are applies that a person has to approve.
+// Asks reports whether an apply can need an approval.
 func (a Approve) Asks() bool { return a.At > 0 || len(a.Paths) > 0 }
 
-// Covers returns the first of the patterns that means a path, or a directory above it; empty: none
-// does. The path is relative to the directory that is applied to.
+// Covers returns the first pattern that matches a path or a directory above it; empty: none does. The path
+// is relative to the directory of the apply.
 func (a Approve) Covers(rel string) string { return covers(a.Paths, rel) }
 
 func covers(patterns []string, rel string) string {
@@ -83,7 +83,7 @@ func approvePathsKey() key {
 func parseRisk(s string) (int64, error) {
 	n, err := strconv.ParseInt(s, 10, 64)
 	if err != nil || n <= 0 || n > maxRisk {
-		return 0, fmt.Errorf("%.40q is no risk from 1 to %d", s, maxRisk)
+		return 0, fmt.Errorf("%.40q is not a number from 1 to %d", s, maxRisk)
 	}
 	return n, nil
 }

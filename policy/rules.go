@@ -58,7 +58,7 @@ type Rules struct {
 
 	Hooks map[string][]Hook // by when they are run
 
-	Apply Apply // what has to pass before changes get into a directory of the host
+	Apply Apply // the rules of an apply to a directory of the host
 }
 
 // namespaces are in the order of how much they ask for.

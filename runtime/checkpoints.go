@@ -355,7 +355,7 @@ type ApplyOptions struct {
 
 	// Patch fills in Change.Patch, Change.Seen and Change.Hunks in a dry run of workspaces.
 	Patch bool `json:"patch,omitempty"`
-	// Picks are what is applied of what such a dry run of the same checkpoint has shown; null: all.
+	// Picks choose from the changes that such a dry run of the same checkpoint has shown; null: all.
 	// A path that is not as it was shown makes the apply fail.
 	Picks []ApplyPick `json:"picks,omitzero"`
 }
@@ -416,8 +416,8 @@ type RiskReason struct {
 	Points int    `json:"points"`
 }
 
-// Approval is the request to let one Apply pass: just the changes that it names. It is granted by a
-// person, and used up by the Apply.
+// Approval is a request to approve one Apply, with just these changes. A person grants it, and the Apply
+// uses it up.
 type Approval struct {
 	ID          string    `json:"id"`   // the beginning of Plan
 	Plan        string    `json:"plan"` // a SHA-256 digest, in hex, of all that the Apply would do
@@ -446,7 +446,7 @@ type Validated struct {
 	Output   string        `json:"output,omitempty"` // the end of what it has printed
 }
 
-// OK reports whether the validator lets the apply pass.
+// OK reports whether the validator has passed.
 func (v Validated) OK() bool { return v.Exit != nil && *v.Exit == 0 && !v.TimedOut }
 
 // LabelValidates is the label of a sandbox in which a validator runs. Its value is the id of the

@@ -14,7 +14,7 @@ type HostService interface {
 	Apply(ctx context.Context, sandbox string, opts ApplyOptions) (Applied, error)
 	// Approvals lists the applies that a person has to approve, newest first.
 	Approvals(ctx context.Context) ([]Approval, error)
-	// Approve lets the apply with an id pass, once and until it expires. The id may be
+	// Approve approves the apply with an id, once and until the approval expires. The id may be
 	// shortened.
 	Approve(ctx context.Context, id string) (Approval, error)
 	// AddEffect records that a sandbox has just done something outside itself. A

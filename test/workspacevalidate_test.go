@@ -177,7 +177,7 @@ func TestApplyValidatorsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if said := b.fails(2, "apply", "s"); !strings.Contains(said, "it has rules of an apply, and is a symlink") {
+	if said := b.fails(2, "apply", "s"); !strings.Contains(said, "a file with rules for apply must not be a symlink") {
 		t.Errorf("rules behind a link: %s", said)
 	}
 	if err := os.Remove(dir + "/.agentbox.yaml"); err != nil {

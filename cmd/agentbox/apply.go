@@ -60,7 +60,7 @@ func (o *applyOptions) check() error {
 	case o.DryRun && o.Undo:
 		return usageErrorf("--dry-run and --undo exclude each other")
 	case o.ByHunk && o.Interactive:
-		return usageErrorf("--patch and --interactive exclude each other; the list has 'p N' for hunks")
+		return usageErrorf("--patch and --interactive exclude each other; in the list 'p N' asks about hunks")
 	case (o.ByHunk || o.Interactive) && (o.DryRun || o.Undo):
 		return usageErrorf("--patch and --interactive cannot be combined with --dry-run or --undo")
 	case ways > 1:
@@ -283,24 +283,24 @@ func (a *app) apply(ctx context.Context, opts applyOptions, what string, svc run
 	return nil
 }
 
-// commitMessage is what a commit of an apply says.
+// commitMessage returns the message of the commit.
 func (o *applyOptions) commitMessage(out runtime.Applied) string {
 	return cmp.Or(o.Message, fmt.Sprintf("Apply checkpoint %.12s of sandbox %s", out.Checkpoint, out.SandboxName))
 }
 
-// heldBack shows what keeps an apply from being done as it was asked for, and what would let it.
+// heldBack shows why an apply cannot be done as asked for, and the options that would let it.
 func heldBack(opts applyOptions, plan runtime.Applied, stderr io.Writer) error {
 	conflicts := unsettled(opts, plan)
 	if len(conflicts) == 0 && len(plan.Refused) == 0 {
 		return nil
 	}
 	dry := opts
-	dry.DryRun = true // it says what would be needed
+	dry.DryRun = true // the output says what would be needed
 	warnApply(dry, plan, stderr)
 	if len(plan.Refused) > 0 {
-		return &runtime.Error{Err: fmt.Errorf("%w: nothing was applied to %s: %s must not come unnamed",
+		return &runtime.Error{Err: fmt.Errorf("%w: nothing was applied to %s: %s need --allow",
 			runtime.ErrDenied, originals(plan), countText(int64(len(plan.Refused)), "path")),
-			Hint: "Name what may come all the same with --allow PATH, or remove it in the sandbox."}
+			Hint: "Allow each path with --allow PATH, or remove it in the sandbox."}
 	}
 	return &runtime.Error{Err: fmt.Errorf("%w: nothing was applied to %s: %s changed on both sides",
 		runtime.ErrState, originals(plan), countText(int64(len(conflicts)), "path")),
@@ -308,7 +308,7 @@ func heldBack(opts applyOptions, plan runtime.Applied, stderr io.Writer) error {
 			"--theirs takes what the sandbox has."}
 }
 
-// unsettled lists the conflicts of a plan that nothing asked for decides.
+// unsettled lists the conflicts of a plan that no option settles.
 func unsettled(opts applyOptions, plan runtime.Applied) []string {
 	switch {
 	case opts.Ours, opts.Theirs, opts.Force:
@@ -414,7 +414,7 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 			text = fmt.Sprintf("%s was changed on both sides: ", c)
 			need = "apply needs --markers, --ours or --theirs"
 			if opts.Markers {
-				need = "apply needs --ours or --theirs: it is no text that can have markers"
+				need = "apply needs --ours or --theirs: it cannot have conflict markers"
 			}
 		}
 		switch {
@@ -438,7 +438,7 @@ func warnApply(opts applyOptions, out runtime.Applied, stderr io.Writer) {
 	}
 }
 
-// refText says what both sides have made of a ref, and how to have both.
+// refText describes a ref that both sides have moved, and how to keep both commits.
 func refText(r runtime.AppliedRef, sandbox string) string {
 	s := fmt.Sprintf("%s is %s in the directory, and %s in the sandbox", r.Ref, cmp.Or(r.Directory, "no commit"),
 		cmp.Or(r.Sandbox, "no commit"))
@@ -463,7 +463,7 @@ func printApplied(out runtime.Applied, to io.Writer, states bool) error {
 	return w.Flush()
 }
 
-// changeName is the path of a change, in a single workspace from there on.
+// changeName is the path of a change, relative to the workspace if there is only one.
 func changeName(out runtime.Applied, c runtime.Change) string {
 	name := pathOf(c.Path, c.PathB64)
 	if len(out.Workspaces) == 1 {
@@ -472,7 +472,7 @@ func changeName(out runtime.Applied, c runtime.Change) string {
 	return name
 }
 
-// only leaves in a plan what is picked.
+// only reduces a plan to the changes that are picked.
 func only(plan runtime.Applied, picks []runtime.ApplyPick) runtime.Applied {
 	of := map[string]bool{}
 	for _, p := range picks {

@@ -23,7 +23,7 @@ import (
 // the step from one to the other is merged into the branch. So the owner's edits that are in no commit
 // do not get into it. The repository gets objects; only the last step, of the branch alone, shows.
 
-// A branchCommit is a commit that is ready but for its branch.
+// A branchCommit is a commit that no branch points to yet.
 type branchCommit struct {
 	*repository
 	name     string
@@ -59,7 +59,7 @@ func (a *app) onBranch(
 	for i, r := range list {
 		if slices.ContainsFunc(commits, func(b *branchCommit) bool { return b.top == r.top }) {
 			return &runtime.Error{Err: fmt.Errorf("%w: two workspaces are in the repository %s", runtime.ErrUnsupported,
-				r.top), Hint: "Commit one after the other: --workspace PATH"}
+				r.top), Hint: "Commit one workspace after the other: --workspace PATH."}
 		}
 		if r.as != nil {
 			if err := os.Chown(temp, int(r.as.Uid), int(r.as.Gid)); err != nil {
@@ -86,7 +86,7 @@ func (a *app) onBranch(
 		return a.Seen == b.Seen && a.Path == b.Path && a.Patch == b.Patch
 	}) {
 		return &runtime.Error{Err: fmt.Errorf("%w: %s was changed meanwhile; no commit was made", runtime.ErrState,
-			originals(plan)), Hint: "Try again when it is at rest."}
+			originals(plan)), Hint: "Try again when nothing writes to it."}
 	}
 	for i, b := range commits {
 		if err := b.publish(ctx); err != nil {
@@ -113,8 +113,8 @@ func (a *app) onBranch(
 	return nil
 }
 
-// unjudged refuses a commit on a branch of what has to be judged first: that is done where it reaches the
-// directory, and from a branch it would get there by a merge.
+// unjudged refuses a commit on a branch if a rule has to judge the apply first: rules judge what reaches
+// the directory, and a merge of the branch would get around them.
 func unjudged(plan runtime.Applied) error {
 	if len(plan.Validators) == 0 && len(plan.Canaries) == 0 && !needsApproval(plan) {
 		return nil
@@ -141,10 +141,10 @@ func showCommitted(opts applyOptions, plan runtime.Applied, stdout io.Writer, sh
 
 // find looks for the branch, which must be checked out nowhere.
 func (b *branchCommit) find(ctx context.Context) error {
-	// Git would take "@{-1}" for the name of another one.
+	// Git would take "@{-1}" as the name of another branch.
 	if name, err := b.git(ctx, nil, "check-ref-format", "--branch", b.name); err != nil ||
 		strings.TrimSuffix(name, "\n") != b.name {
-		return fmt.Errorf("%w: git does not take %q for the name of a branch", runtime.ErrInvalid, b.name)
+		return fmt.Errorf("%w: git does not accept %q as the name of a branch", runtime.ErrInvalid, b.name)
 	}
 	trees, err := b.git(ctx, nil, "worktree", "list", "--porcelain")
 	if err != nil {
@@ -157,7 +157,7 @@ func (b *branchCommit) find(ctx context.Context) error {
 	text, err := b.git(ctx, nil, "rev-parse", "-q", "--verify", "HEAD^{commit}")
 	if err != nil {
 		return &runtime.Error{Err: fmt.Errorf("%w: %s has no commit yet", runtime.ErrState, b.top),
-			Hint: "Make the first one yourself, or leave --branch out."}
+			Hint: "Make a first commit, or leave --branch out."}
 	}
 	b.tip, b.old = strings.TrimSpace(text), strings.Repeat("0", len(strings.TrimSpace(text)))
 	if text, err = b.git(ctx, nil, "rev-parse", "-q", "--verify", "refs/heads/"+b.name+"^{commit}"); err == nil {
@@ -167,7 +167,7 @@ func (b *branchCommit) find(ctx context.Context) error {
 	return nil
 }
 
-// build makes the commit; none if the branch has all of it.
+// build makes the commit, unless the branch has all of it already.
 func (b *branchCommit) build(
 	ctx context.Context, what string, plan runtime.Applied, message string, svc runtime.Service,
 ) error {
@@ -183,7 +183,7 @@ func (b *branchCommit) build(
 	for _, p := range paths {
 		wanted[p] = true
 	}
-	var there []string // but for directories in the place of which a file comes
+	var there []string // without directories that a file replaces
 	for _, c := range plan.Changes {
 		if name, ok := b.pathOf(plan, c); ok && wanted[name] && (c.Old == nil || c.Old.Type != "dir") {
 			there = append(there, name)
@@ -223,7 +223,7 @@ func (b *branchCommit) build(
 	return b.merge(ctx, strings.TrimSpace(before), strings.TrimSpace(after), message)
 }
 
-// merge commits the step from one tree to another on the branch.
+// merge commits the difference of two trees on the branch.
 func (b *branchCommit) merge(ctx context.Context, before, after, message string) error {
 	commit := func(tree string, more ...string) (string, error) {
 		text, err := b.git(ctx, nil, append([]string{"commit-tree", tree}, more...)...)
@@ -245,8 +245,8 @@ func (b *branchCommit) merge(ctx context.Context, before, after, message string)
 	list := nulls(text)
 	switch {
 	case err != nil && len(list) > 1:
-		return &runtime.Error{Err: fmt.Errorf("%w: branch %s has changed the same: %s", runtime.ErrState, b.name,
-			clipNames(list[1:])), Hint: "Name a new branch, or apply to the directory and merge there."}
+		return &runtime.Error{Err: fmt.Errorf("%w: branch %s has changed the same lines or files: %s", runtime.ErrState,
+			b.name, clipNames(list[1:])), Hint: "Name a new branch, or apply to the directory and merge there."}
 	case err != nil:
 		return &runtime.Error{Err: err, Hint: "A commit on another branch needs git 2.38 or newer."}
 	case len(list) == 0:
@@ -290,7 +290,7 @@ func (b *branchCommit) indexed(ctx context.Context, stdin io.Reader, args ...str
 	return own.gitOn(ctx, stdin, args...)
 }
 
-// blob writes what comes of a file to the repository. mode is empty for what git cannot have.
+// blob writes the content of a file to the repository. mode is empty for what git cannot store.
 func (b *branchCommit) blob(
 	ctx context.Context, what string, plan runtime.Applied, c runtime.Change, name string, svc runtime.Service,
 ) (mode, id string, err error) {
@@ -338,7 +338,7 @@ func (b *branchCommit) blob(
 	return mode, strings.TrimSpace(id), err
 }
 
-// readOwn reads a text of the directory.
+// readOwn reads a text file of the directory.
 func readOwn(name string) (string, error) {
 	f, err := os.OpenFile(name, os.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -353,7 +353,7 @@ func readOwn(name string) (string, error) {
 	return string(data), err
 }
 
-// pathOf is the path in the repository of a change that git can have.
+// pathOf is the path of a change in the repository; false: git cannot store it.
 func (r *repository) pathOf(out runtime.Applied, c runtime.Change) (string, bool) {
 	name := pathOf(c.Path, c.PathB64)
 	rel, ok := strings.CutPrefix(name, strings.TrimSuffix(r.workspace.Path, "/")+"/")

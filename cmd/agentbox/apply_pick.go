@@ -15,10 +15,10 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// errNothingPicked ends an apply of which nothing is wanted.
+// errNothingPicked ends an apply from which nothing was chosen.
 var errNothingPicked = errors.New("nothing was applied")
 
-// A picker asks which changes shall come.
+// A picker asks which changes to apply.
 type picker struct {
 	ctx   context.Context
 	plan  runtime.Applied
@@ -28,12 +28,12 @@ type picker struct {
 	color bool
 }
 
-// pick asks what of a plan shall come. What cannot come is left out, and said.
+// pick asks which changes of a plan to apply. It names those that cannot come, and leaves them out.
 func (o applyOptions) pick(
 	ctx context.Context, plan runtime.Applied, stdin io.Reader, out io.Writer,
 ) ([]runtime.ApplyPick, error) {
 	dry := o
-	dry.DryRun = true // it says what would be needed
+	dry.DryRun = true // the output says what would be needed
 	warnApply(dry, plan, out)
 	p := &picker{
 		ctx: ctx, plan: plan, lines: readAnswers(stdin), out: out,
@@ -108,10 +108,10 @@ func (p *picker) paint(color, s string) string {
 	return s
 }
 
-// name is the path of a change, in a single workspace from there on.
+// name is the path of a change, relative to the workspace if there is only one.
 func (p *picker) name(c runtime.Change) string { return changeName(p.plan, c) }
 
-// head shows which change is asked about.
+// head prints the change that the next question is about.
 func (p *picker) head(it applyItem) {
 	text := it.Change.Change + " " + quotePath(p.name(it.Change))
 	if it.New != nil && it.Change.Change != "M" {
@@ -123,7 +123,7 @@ func (p *picker) head(it applyItem) {
 	}
 }
 
-// show shows a patch.
+// show prints a patch, in color on a terminal.
 func (p *picker) show(patch string) {
 	for line := range strings.Lines(patch) {
 		line = strings.TrimSuffix(line, "\n")
@@ -174,7 +174,7 @@ func (p *picker) judge(question string, splits bool) (verdict, error) {
 			if splits {
 				return verdict{split: true}, nil
 			}
-			fmt.Fprintln(p.out, "This cannot be split.")
+			fmt.Fprintln(p.out, "This hunk cannot be split.")
 			continue
 		}
 		fmt.Fprint(p.out, help+"? - print this help\n")
@@ -255,15 +255,15 @@ func wholeQuestion(c runtime.Change) string {
 }
 
 const numbersHelp = `1 3-5     mark these
--2        leave this out again
+-2        unmark this
 *         mark all
-d 2       show what changes in this one
-p 2       choose its hunks
+d 2       show the changes of this one
+p 2       choose among its hunks
 (empty)   apply what is marked
 q         quit, and apply nothing
 `
 
-// byNumber has the user mark changes in a list.
+// byNumber prints the changes as a numbered list, and reads which ones to mark.
 func (p *picker) byNumber() ([]runtime.ApplyPick, error) {
 	marked := make([][]runtime.ApplyPick, len(p.items))
 	for {
@@ -286,6 +286,9 @@ func (p *picker) byNumber() ([]runtime.ApplyPick, error) {
 			return nil, errNothingPicked
 		case answer == "":
 			return slices.Concat(marked...), nil
+		case answer == "?":
+			fmt.Fprint(p.out, numbersHelp)
+			continue
 		}
 		if err := p.mark(answer, marked); err != nil {
 			fmt.Fprintln(p.out, printable(err.Error()))
@@ -294,7 +297,7 @@ func (p *picker) byNumber() ([]runtime.ApplyPick, error) {
 	}
 }
 
-// mark does what a line of byNumber says.
+// mark carries out one command line of byNumber.
 func (p *picker) mark(line string, marked [][]runtime.ApplyPick) error {
 	words := strings.Fields(strings.ReplaceAll(line, ",", " "))
 	if words[0] == "d" || words[0] == "p" {
@@ -341,7 +344,7 @@ func numberRange(s string, n int) (from, to int, err error) {
 	from, err = strconv.Atoi(a)
 	to, e2 := strconv.Atoi(b)
 	if err != nil || e2 != nil || from < 1 || to < from || to > n {
-		return 0, 0, fmt.Errorf("%q is no number from 1 to %d, and no range of them", s, n)
+		return 0, 0, fmt.Errorf("%q is neither a number from 1 to %d nor a range of them", s, n)
 	}
 	return from - 1, to - 1, nil
 }

@@ -107,7 +107,7 @@ func TestApplyPick(t *testing.T) {
 		{true, "1 3-4\n-4\n\n", "dir/new:s1 file:s3 file/in:s4", []string{"*   1  A dir/new", "    2  A empty"}},
 		{true, "*\n-2,-3\n\n", "dir/new:s1 gone/a:s6 text:s7 was:s8", nil},
 		{true, "d 5\np 5\ny\nn\ny\nx\n9\np\n\n", "text:s7[3] true", []string{
-			"+   5  M text", `"x" is no number from 1 to 6`, `"9" is no number`, `"p" needs one number`, "q         quit",
+			"+   5  M text", `"x" is neither a number from 1 to 6 nor`, `"9" is neither a number`, `"p" needs one number`, "q         quit",
 		}},
 		{true, "1\nq\n", "", nil},
 		{true, "1\n", "", nil},

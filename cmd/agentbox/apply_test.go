@@ -103,7 +103,7 @@ func TestApplyHeldBack(t *testing.T) {
 		"risky": {exitDenied, []string{
 			"/work/.git/config: git runs it: apply needs --allow /work/.git/config",
 			"/work/null: it is a device: apply refuses it",
-			"nothing was applied to /srv/repo", "2 paths must not come unnamed",
+			"nothing was applied to /srv/repo", "2 paths need --allow",
 		}},
 	} {
 		p := onPty(t, append([]string{"apply"}, strings.Fields(args)...)...)

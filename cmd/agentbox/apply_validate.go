@@ -8,8 +8,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// printPasses says what an apply has passed, or would have to: its risk, an approval, validators and
-// canaries.
+// printPasses prints what an apply has passed or, in a dry run, has to pass: its risk, an approval,
+// validators and canaries.
 func printPasses(out runtime.Applied, to io.Writer) {
 	say := func(format string, args ...any) { fmt.Fprintln(to, printable(fmt.Sprintf(format, args...))) }
 	planned := out.DryRun
@@ -18,8 +18,9 @@ func printPasses(out runtime.Applied, to io.Writer) {
 	}
 	if planned && needsApproval(out) {
 		for _, why := range out.Approval.Why {
-			say("%s: agentbox approve %s", oneLine(why), out.Approval.ID)
+			say("%s", oneLine(why))
 		}
+		say("approve it with: agentbox approve %s", out.Approval.ID)
 	}
 	judged := func(what string, list []runtime.Validated) {
 		for _, v := range list {

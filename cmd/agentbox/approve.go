@@ -18,14 +18,14 @@ func newApproveCommand(a *app) *cobra.Command {
 	var format string
 	cmd := &cobra.Command{
 		Use:   "approve [flags] ID | approve --list",
-		Short: "Let an apply pass that a person has to approve",
-		Long: `Approve shows what an apply would change and why a person has to approve it, asks, and lets it
-pass: once, with just these changes, and until the approval expires. 'agentbox apply' names the ID
-when it needs an approval (exit code 9). If the sandbox or the directory changes what would be
-applied, that is another apply and needs another approval.
+		Short: "Approve an apply that needs a person's approval",
+		Long: `Approve shows what an apply would change and why it needs an approval, asks, and approves it: once,
+for these changes alone, until the approval expires. 'agentbox apply' names the ID when it needs an
+approval (exit code 9), and has to be run again after it. If a change in the sandbox or in the
+directory makes it another apply, that needs another approval.
 
-Without a terminal --yes is needed. --list lists the applies that wait for a person and those that
-are approved and not applied yet. The audit log has who approved what.`,
+Without a terminal --yes is needed. --list lists the applies that wait for an approval and those that
+are approved and not applied yet. 'agentbox audit ls --verb approve' lists the approvals given.`,
 		Example: `  agentbox approve --list
   agentbox approve 1f0c5a72e9d14b36
   agentbox approve --yes 1f0c`,
@@ -50,14 +50,14 @@ are approved and not applied yet. The audit log has who approved what.`,
 			})
 		},
 	}
-	cmd.Flags().BoolVar(&list, "list", false, "list the applies that a person has to approve")
+	cmd.Flags().BoolVar(&list, "list", false, "list the applies that wait for an approval or are approved")
 	cmd.Flags().BoolVarP(&yes, "yes", "y", false, "do not ask")
 	addFormat(cmd.Flags(), &format, formatTable, formatJSON)
 	completeFlags(cmd)
 	return cmd
 }
 
-// approve shows one of the approvals that were asked for, asks, and grants it.
+// approve shows one of the requests for approval, asks, and grants it.
 func (a *app) approve(
 	ctx context.Context, all []runtime.Approval, id string, yes bool, format string, svc runtime.Service,
 ) error {
@@ -73,14 +73,14 @@ func (a *app) approve(
 		switch {
 		case yes:
 		case !isTerminal(a.stdin):
-			return usageErrorf("without a terminal approve needs --yes")
+			return usageErrorf("approve needs --yes without a terminal")
 		default:
 			if err := confirmApproval(ctx, found[0], a.stdin, a.stderr); err != nil {
 				return err
 			}
 		}
 	}
-	got, err := svc.Approve(ctx, id) // which has the words for one that is not there
+	got, err := svc.Approve(ctx, id) // which has the error for an id that is unknown or ambiguous
 	if err != nil {
 		return err
 	}
@@ -89,7 +89,7 @@ func (a *app) approve(
 	}
 	fmt.Fprintln(a.stdout, got.ID)
 	if isTerminalWriter(a.stderr) {
-		fmt.Fprintln(a.stderr, printable(fmt.Sprintf("approved for %s; now apply again: agentbox apply %s",
+		fmt.Fprintln(a.stderr, printable(fmt.Sprintf("approved for %s; now run: agentbox apply %s",
 			got.Lasts, got.SandboxName)))
 	}
 	return nil
@@ -128,7 +128,7 @@ func riskText(r runtime.Risk) string {
 	return fmt.Sprintf("risk %d: %s", r.Score, strings.Join(reasons, ", "))
 }
 
-// confirmApproval has a person write yes.
+// confirmApproval asks for an approval on the terminal: the answer has to be yes in full.
 func confirmApproval(ctx context.Context, a runtime.Approval, stdin *os.File, stderr io.Writer) error {
 	fmt.Fprint(stderr, printable(fmt.Sprintf("Write yes to approve %s of %s to %s: ",
 		countText(int64(a.Changes), "change"), a.SandboxName, strings.Join(a.Originals, ", "))))
@@ -146,8 +146,8 @@ func printApprovals(list []runtime.Approval, format string, now time.Time, out i
 				state = "approved"
 			}
 			return []string{
-				a.ID, a.SandboxName, fmt.Sprint(a.Changes), fmt.Sprint(a.Risk.Score), ago(now, a.Asked), state,
-				"in " + a.Expires.Sub(now).Round(time.Second).String(),
+				a.ID, a.SandboxName, fmt.Sprint(a.Changes), fmt.Sprint(a.Risk.Score), shortAge(now.Sub(a.Asked)), state,
+				"in " + shortAge(a.Expires.Sub(now)),
 			}
 		},
 	}.print(out, list)

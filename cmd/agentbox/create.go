@@ -68,7 +68,7 @@ type createOptions struct {
 
 func (o *createOptions) addMaxFiles(fl *pflag.FlagSet) {
 	fl.Int64Var(&o.MaxFiles, "workspace-files", 0,
-		"refuse workspaces whose directories have more than `N` files in all (default 1000000); -1: any number")
+		"refuse workspaces with more than `N` files in all (default 1000000); -1: no limit")
 }
 
 func (o *createOptions) addFlags(fl *pflag.FlagSet) {
@@ -84,7 +84,7 @@ func (o *createOptions) addFlags(fl *pflag.FlagSet) {
 	fl.StringVarP(&o.User, "user", "u", "", "`USER[:GROUP]` the command runs as, by name or number")
 	fl.VarP(list(&o.Volumes), "volume", "v", "mount host directory or file, `SRC:DST[:ro]`; not part of checkpoints")
 	fl.Var(list(&o.Workspaces), "workspace",
-		"show the host directory `DIR[:PATH][:ro]`, at the same path by default; the sandbox changes it for itself alone, and checkpoints have what it changed")
+		"show the host directory `DIR[:PATH][:ro]`, at the same path by default; the sandbox changes it for itself alone, and checkpoints have all that it shows")
 	o.addMaxFiles(fl)
 	fl.Var(list(&o.Tmpfs), "tmpfs", "mount a tmpfs at `DST[:OPTIONS]`; not part of checkpoints' files")
 	o.Secrets.addFlags(fl)

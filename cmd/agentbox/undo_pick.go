@@ -19,7 +19,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// Codes of the terminal.
+// Escape sequences of the terminal.
 const (
 	screenOn  = "\x1b[?1049h\x1b[?25l\x1b[?7l" // a screen of its own, no cursor, no wrapping
 	screenOff = "\x1b[?7h\x1b[?25h\x1b[?1049l"
@@ -32,8 +32,8 @@ const (
 	pickedLines   = 5000
 )
 
-// A stepPicker has the user choose one of the steps of undo and redo, with what going there would
-// change beside it.
+// A stepPicker has the user choose one of the steps of undo and redo. It shows what a move to the step
+// would change.
 type stepPicker struct {
 	svc   runtime.Service
 	list  runtime.UndoList
@@ -44,12 +44,12 @@ type stepPicker struct {
 	scroll  int // of the diff
 	diffs   map[int][]string
 	size    runtime.Size
-	asks    bool   // whether to go there
+	asks    bool   // the question whether to go there is open
 	note    string // in the place of the keys
-	pending []byte // a key of which the rest is to come
+	pending []byte // the beginning of an incomplete key sequence
 }
 
-// picksStep reports whether a list of steps is one to choose from.
+// picksStep reports whether a list of steps is shown for a choice.
 func (a *app) picksStep(cmd *cobra.Command) bool {
 	if !isTerminal(a.stdout) || !isTerminal(a.stdin) || os.Getenv("TERM") == "dumb" || cmd.Flags().Changed("format") {
 		return false
@@ -77,7 +77,7 @@ func (a *app) runUndoPick(ctx context.Context, opts runtime.UndoOptions, sandbox
 	}
 	at := slices.IndexFunc(list.Steps, func(s runtime.UndoStep) bool { return s.ID == chosen.ID })
 	if at < 0 || list.Steps[at].Back == 0 {
-		return &runtime.Error{Op: "undo", ID: sandbox, Err: fmt.Errorf("%w: the step %s is none any more",
+		return &runtime.Error{Op: "undo", ID: sandbox, Err: fmt.Errorf("%w: %s is no longer a step",
 			runtime.ErrState, shortID(chosen.ID)), Hint: "Choose again: agentbox undo --list " + sandbox}
 	}
 	opts.Steps, opts.Redo = list.Steps[at].Back, false
@@ -87,8 +87,8 @@ func (a *app) runUndoPick(ctx context.Context, opts runtime.UndoOptions, sandbox
 	return runUndo(ctx, opts, "name", sandbox, svc, a.stdout, a.stderr)
 }
 
-// pickStep lets the user choose a step on a terminal; nil: none is wanted. The terminal is as it was
-// afterwards, whatever happens.
+// pickStep lets the user choose a step on a terminal; nil: the user chose none. It always leaves the
+// terminal as it was.
 func (a *app) pickStep(ctx context.Context, svc runtime.Service, list runtime.UndoList) (*runtime.UndoStep, error) {
 	p := &stepPicker{
 		svc: svc, list: list, now: a.now(), diffs: map[int][]string{}, color: os.Getenv("NO_COLOR") == "",
@@ -171,7 +171,7 @@ func (p *stepPicker) run(
 					return chosen, nil
 				}
 				if p.asks {
-					break // no answer counts that was typed before the question
+					break // an answer typed before the question does not count
 				}
 			}
 		}
@@ -260,7 +260,7 @@ func escapeLength(b []byte) int {
 	return 0
 }
 
-// press does what a key says. leave: the picker is done with.
+// press carries out a key. leave: the picker ends.
 func (p *stepPicker) press(key string) (leave bool, chosen *runtime.UndoStep) {
 	page := max(1, p.diffHeight()-1)
 	if p.asks {

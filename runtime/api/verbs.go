@@ -346,7 +346,7 @@ func (c hostCalls) Approvals(ctx context.Context) ([]runtime.Approval, error) {
 	return all[runtime.Approval](ctx, c.conn, at("approvals"), nil)
 }
 
-// Approve lets an apply pass, once.
+// Approve approves an apply, once.
 func (c hostCalls) Approve(ctx context.Context, id string) (runtime.Approval, error) {
 	return do[runtime.Approval](ctx, c.conn, at("approvals", id, "approve"), nil, nil)
 }

@@ -110,9 +110,9 @@ func checkApply(ref recordedState, opts runtime.ApplyOptions) error {
 	case ways > 1:
 		return fmt.Errorf("%w: --markers, --ours and --theirs exclude each other", runtime.ErrInvalid)
 	case opts.Picks != nil && (opts.Undo || ref.state == ""):
-		return fmt.Errorf("%w: what is picked is of a checkpoint, which has to be named", runtime.ErrInvalid)
+		return fmt.Errorf("%w: picks need the checkpoint that they were made from", runtime.ErrInvalid)
 	case opts.Patch && !opts.DryRun:
-		return fmt.Errorf("%w: patches are of a dry run", runtime.ErrInvalid)
+		return fmt.Errorf("%w: patches need a dry run", runtime.ErrInvalid)
 	}
 	for _, p := range append(slices.Clone(opts.Paths), opts.Allow...) {
 		if !path.IsAbs(p) && len(opts.Paths) > 0 {

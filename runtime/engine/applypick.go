@@ -10,7 +10,7 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/apply"
 )
 
-// picks sorts what is picked by the workspaces; nil: nothing is, and all comes.
+// picks groups the picked changes by workspace; nil: nothing is picked, and all changes come.
 func (w *workspaces) picks(opts runtime.ApplyOptions) (map[string]apply.Picks, error) {
 	if opts.Picks == nil {
 		return nil, nil
@@ -41,7 +41,7 @@ func (w *workspaces) picks(opts runtime.ApplyOptions) (map[string]apply.Picks, e
 	return all, nil
 }
 
-// pickedNote is the note of an apply of picks, which it is known of what has come once it is planned.
+// pickedNote is the note that an apply of picks leaves. It is complete once the apply is planned.
 type pickedNote struct {
 	checkpoint string
 	list       []apply.Change
@@ -56,7 +56,7 @@ func (n pickedNote) MarshalJSON() ([]byte, error) {
 	return json.Marshal(note)
 }
 
-// appliedAt is what was applied of a workspace of one checkpoint.
+// appliedAt is what applies have brought from a workspace of one checkpoint.
 type appliedAt struct {
 	tops  []string              // paths, with all below them
 	whole map[string]bool       // paths alone
@@ -89,7 +89,7 @@ func (a *appliedAt) add(tops []string, picks apply.Taken) {
 	}
 }
 
-// has reports whether something was applied of a path.
+// has reports whether an apply has brought a path or a part of it.
 func (a *appliedAt) has(p string) bool {
 	if _, part := a.parts[p]; part || a.whole[p] {
 		return true

@@ -33,7 +33,7 @@ const (
 
 var approvalID = lazy.Regexp(`^[0-9a-f]{16}$`)
 
-// approvals are those of a root.
+// approvals are the approvals of a root directory.
 type approvals struct {
 	dir string
 	now func() time.Time
@@ -87,7 +87,7 @@ func (a approvals) locked(ctx context.Context, fn func(list []runtime.Approval) 
 	return fn(list)
 }
 
-// find finds one by the beginning of its id.
+// find returns the approval with an id that begins so.
 func find(list []runtime.Approval, id string) (runtime.Approval, error) {
 	var found []runtime.Approval
 	for _, one := range list {
@@ -98,7 +98,7 @@ func find(list []runtime.Approval, id string) (runtime.Approval, error) {
 	switch len(found) {
 	case 0:
 		return runtime.Approval{}, hint(fmt.Errorf("approval %.40q: %w", id, runtime.ErrNotFound),
-			"It is used up, has expired, or never was: 'agentbox approve --list' has those that are asked for.")
+			"It was used, has expired, or never existed; 'agentbox approve --list' lists the open ones.")
 	case 1:
 		return found[0], nil
 	}
@@ -119,7 +119,7 @@ func (a approvals) ask(ctx context.Context, want runtime.Approval) (got runtime.
 			}
 		} else if len(list) >= maxApprovals {
 			return hint(fmt.Errorf("%w: %d applies wait for an approval", runtime.ErrState, len(list)),
-				"'agentbox approve --list' has them; each expires by itself.")
+				"See 'agentbox approve --list'; each request expires after a day.")
 		}
 		got = want
 		got.Asked = a.now().UTC()
@@ -142,7 +142,7 @@ func (a approvals) approve(ctx context.Context, id string) (got runtime.Approval
 	return got, err
 }
 
-// use uses an approval up. One that has expired meanwhile is none.
+// use uses an approval up. One that has expired meanwhile does not count.
 func (a approvals) use(ctx context.Context, want runtime.Approval) error {
 	return a.locked(ctx, func(list []runtime.Approval) error {
 		for _, one := range list {
@@ -158,7 +158,7 @@ func (a approvals) use(ctx context.Context, want runtime.Approval) error {
 // notApproved is the error of an apply that a person has to approve.
 func notApproved(a runtime.Approval, why string) error {
 	return hint(fmt.Errorf("%w: %s; nothing was applied", fault.ErrApproval, why),
-		"A person looks at it and lets it pass with: agentbox approve "+a.ID+"; then apply again.")
+		"A person approves it with: agentbox approve "+a.ID+"; then run apply again.")
 }
 
 // Approvals lists the applies that wait for a person, and those that were approved and have not
@@ -173,7 +173,7 @@ func (v hostVerbs) Approvals(ctx context.Context) ([]runtime.Approval, error) {
 	})
 }
 
-// Approve lets the apply with an id pass, once.
+// Approve approves the apply with an id, once.
 func (v hostVerbs) Approve(ctx context.Context, id string) (runtime.Approval, error) {
 	return verb(ctx, v.e, on("approve", id), func(ctx context.Context) (runtime.Approval, error) {
 		return v.e.approvals().approve(ctx, id)

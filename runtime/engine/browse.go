@@ -54,7 +54,7 @@ func (cs *checkpoints) onView(
 	})
 }
 
-// onFiles is onView for all of it. fn gets what the view is made of, and the digest of the image.
+// onFiles is onView for the whole tree. fn gets what the view is made of, and the digest of the image.
 func (cs *checkpoints) onFiles(
 	ctx context.Context, ref recordedState, fn func(v *overlay.View, of overlay.ViewOptions, image string) error,
 ) (err error) {

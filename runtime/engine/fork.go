@@ -34,10 +34,10 @@ type forkPart struct {
 	*restoration
 	receipt runtime.Forked
 	noStart bool
-	trial   *trial // nil: it is to stay
+	trial   *trial // nil: the fork stays
 }
 
-// trial makes a fork one that is only looked at, and rolled back. It has no hooks.
+// trial makes a fork that is only looked at, then rolled back. It runs no hooks.
 type trial struct {
 	// look is called instead of letting the fork go on: once its processes are restored and still
 	// frozen or, with files, once its files are in place. It returns an error.
@@ -262,7 +262,7 @@ func (rs *restores) forkRecord(
 	return box, host, err
 }
 
-// forkOne makes one fork; try: nil, or that it is one to look at.
+// forkOne makes one fork, with try a trial.
 func (rs *restores) forkOne(
 	ctx context.Context, row store.Checkpoint, name string, opts runtime.ForkOptions, steps *progress.Meter, try *trial,
 ) (_ runtime.Forked, err error) {

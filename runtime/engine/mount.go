@@ -23,10 +23,10 @@ import (
 	"github.com/agentbox/agentbox/runtime/internal/record"
 )
 
-// A mount is one of Mount: a read-only overlay of the image's layers and of what a checkpoint has
+// A mount is what Mount makes: a read-only overlay of the image's layers and of what a checkpoint has
 // beside them, which is laid out in ROOT/mounts/ID for as long as the mount lasts. The process that
-// serves it holds the lock of that directory. What one leaves behind that was killed is freed by the
-// next recovery.
+// serves it holds the lock of that directory. The next recovery
+// frees what a killed process leaves.
 type mount struct {
 	*core
 	id   string
@@ -77,7 +77,7 @@ func (cs *checkpoints) mount(ctx context.Context, ref, dir string, shown func(ru
 		return len(left) == 0, err
 	})
 	if ctx.Err() != nil {
-		return nil // that is how it ends
+		return nil // the usual end
 	}
 	return err
 }
@@ -128,14 +128,13 @@ func sameMounts(pid int) error {
 		}
 	}
 	if st[0].Ino != st[1].Ino || st[0].Dev != st[1].Dev {
-		return hint(fmt.Errorf("%w: the service has other mounts than you (a mount namespace of its own)",
-			runtime.ErrUnsupported), "Without the service, as root, it works: AGENTBOX_HOST=none")
+		return hint(fmt.Errorf("%w: the service runs in another mount namespace, so that its mounts do not show here",
+			runtime.ErrUnsupported), "Run the command as root without the service: AGENTBOX_HOST=none.")
 	}
 	return nil
 }
 
-// openEmpty opens an empty directory with the rights of a caller, whose own it must be unless that is
-// root.
+// openEmpty opens an empty directory with the rights of a caller. The caller must own it, or be root.
 func openEmpty(c runtime.Caller, dir string) (f *os.File, err error) {
 	open := func() (err error) {
 		if f, err = os.OpenFile(dir, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0); err != nil {
@@ -145,7 +144,7 @@ func openEmpty(c runtime.Caller, dir string) (f *os.File, err error) {
 		var st unix.Stat_t
 		switch {
 		case len(names) > 0:
-			err = hint(fmt.Errorf("%w: it is not empty", runtime.ErrInvalid), "Make a new directory for it.")
+			err = hint(fmt.Errorf("%w: it is not empty", runtime.ErrInvalid), "Use an empty directory.")
 		case errors.Is(err, io.EOF):
 			err = unix.Fstat(int(f.Fd()), &st)
 		}
@@ -164,7 +163,7 @@ func openEmpty(c runtime.Caller, dir string) (f *os.File, err error) {
 	}
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		err = hint(fmt.Errorf("%w: there is no such directory", runtime.ErrNotFound), "Make it first: mkdir "+dir)
+		err = hint(fmt.Errorf("%w: there is no such directory", runtime.ErrNotFound), "Create it: mkdir "+dir)
 	case errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP):
 		err = fmt.Errorf("%w: it is not a directory", runtime.ErrInvalid)
 	case errors.Is(err, fs.ErrPermission):
@@ -197,7 +196,7 @@ func (m *mount) dir(names ...string) string {
 	return filepath.Join(append([]string{m.mountsDir(), m.id}, names...)...)
 }
 
-// source is what the table of mounts names.
+// source is the source of the mount in the table of mounts.
 func (m *mount) source() string { return "agentbox:" + m.id }
 
 // free unmounts it, if it still is mounted, and removes what is laid out for it.
@@ -212,7 +211,7 @@ func (m *mount) free() error {
 	return os.RemoveAll(m.dir())
 }
 
-// freeMounts frees what killed processes have left of their mounts.
+// freeMounts frees the mounts that killed processes have left.
 func (e *core) freeMounts() (did []string, err error) {
 	left, err := os.ReadDir(e.mountsDir())
 	if errors.Is(err, fs.ErrNotExist) {

@@ -19,7 +19,7 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// applyTar lays out in an empty directory what write archives.
+// applyTar extracts the archive that write produces into an empty directory.
 func applyTar(ctx context.Context, dir string, write func(*overlay.TarWriter) error) error {
 	r, w := io.Pipe()
 	read := guard.Start(func() error {
@@ -67,8 +67,8 @@ func copyData(open func() (io.ReadCloser, error), w io.Writer) error {
 	return errors.Join(err, data.Close())
 }
 
-// overMounts is the layer above that of the upperdir: what is mounted over a sandbox's files, as a
-// part of them, so that it all is one mount. What is not recorded is an empty directory.
+// overMounts is the layer above that of the upperdir: what is mounted over a sandbox's files, as
+// files, so that one mount shows everything. What is not recorded is an empty directory.
 type overMounts struct {
 	ctx  context.Context
 	v    *overlay.View
@@ -81,7 +81,7 @@ type overMounts struct {
 
 const opaqueMark = "trusted.overlay.opaque"
 
-// collect finds where everything is.
+// collect finds the paths that the layer has.
 func (o *overMounts) collect() error {
 	o.entries, o.data = map[string]overlay.Entry{}, map[string][]byte{}
 	o.filled = map[string]*overlay.View{}

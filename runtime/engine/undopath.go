@@ -39,7 +39,7 @@ type putting struct {
 	Areas []putArea      `json:"areas"` // known once it is taken
 	Begun bool           `json:"begun"` // all is staged: the rest of the work is finished
 
-	paths []string // that were asked for
+	paths []string // the requested ones
 }
 
 // putArea is what goes back in the root filesystem or in a workspace.
@@ -138,7 +138,7 @@ func puttingOf(paths []string) (putting, error) {
 		p = path.Clean(p)
 		for _, o := range data.paths {
 			if fsx.Within(o, p) || fsx.Within(p, o) {
-				return data, fmt.Errorf("%w: of %q and %q one has the other in it", runtime.ErrInvalid, o, p)
+				return data, fmt.Errorf("%w: of %q and %q one contains the other", runtime.ErrInvalid, o, p)
 			}
 		}
 		data.paths = append(data.paths, p)
@@ -360,7 +360,7 @@ func (a putArea) unstage(dir string) error {
 	return err
 }
 
-// exchange makes a path what is staged. Nothing is left of the stage once it was done, but for a directory's
+// exchange replaces a path with what is staged. Nothing is left of the stage once it was done, but for a directory's
 // look.
 func (p put) exchange(j *policy.Jail, staged string) error {
 	dir, base, err := j.Parent(p.Path)

@@ -25,7 +25,7 @@ import (
 // maxPuts bounds the paths that differ in one undo of paths.
 const maxPuts = 100_000
 
-// foresee reads what a checkpoint has in the paths that were asked for.
+// foresee reads what a checkpoint has at the requested paths.
 func (rs *restores) foresee(
 	ctx context.Context, sb *locked, s runtime.Spec, c runtime.Container, v *overlay.View, asked []string,
 ) (plans []*pathPlan, err error) {
@@ -52,8 +52,8 @@ func (rs *restores) foresee(
 // rootArea is the root filesystem, with nothing to put.
 var rootArea = putting{Areas: []putArea{{At: "/"}}}
 
-// planPaths finds out what differs between the frozen sandbox, of which the undo checkpoint is, and a
-// checkpoint, in the paths that were asked for.
+// planPaths finds the differences between the frozen sandbox, which the undo checkpoint records, and a
+// checkpoint, at the requested paths.
 func (rs *restores) planPaths(
 	ctx context.Context, sb *locked, row store.Checkpoint, plans []*pathPlan, data *putting,
 ) error {
@@ -102,7 +102,7 @@ func realPaths(j *policy.Jail, paths []string) (list []string, err error) {
 		dir, exists, err := j.Real(path.Dir(p))
 		if err == nil && !exists {
 			err = hint(fmt.Errorf("%s: %w", path.Dir(p), runtime.ErrNotFound),
-				"The directory that it is in is not there; let that go back: --path "+path.Dir(p))
+				"Its parent directory does not exist. Put that back instead: --path "+path.Dir(p))
 		}
 		if err != nil {
 			return nil, err
@@ -112,7 +112,7 @@ func realPaths(j *policy.Jail, paths []string) (list []string, err error) {
 	return list, nil
 }
 
-// areasOf returns where the root filesystem and the workspaces are that have some of the paths.
+// areasOf returns the areas, the root filesystem and workspaces, that contain the paths.
 func areasOf(s runtime.Spec, paths []string) (list []string) {
 	for _, p := range paths {
 		if at := areaAt(s, p); !slices.Contains(list, at) {
@@ -122,7 +122,7 @@ func areasOf(s runtime.Spec, paths []string) (list []string) {
 	return list
 }
 
-// areaAt returns where the innermost workspace is that has a path; "/": none has it.
+// areaAt returns the path of the innermost workspace that contains a path; "/": there is none.
 func areaAt(s runtime.Spec, p string) string {
 	at := "/"
 	for _, m := range s.Workspaces() {
@@ -173,12 +173,12 @@ func newPathPlan(at string, s runtime.Spec, c runtime.Container, paths []string)
 	return p
 }
 
-// asked reports whether a path is in what was asked for.
+// asked reports whether a path is among the requested ones, or below one of them.
 func (p *pathPlan) asked(name string) bool {
 	return slices.ContainsFunc(p.tops, func(top string) bool { return inOrAt(name, top) })
 }
 
-// onTheWay reports whether something that was asked for is in a directory.
+// onTheWay reports whether a requested path lies in a directory.
 func (p *pathPlan) onTheWay(dir string) bool {
 	return dir == "." || slices.ContainsFunc(p.tops, func(top string) bool { return inOrAt(top, dir) })
 }

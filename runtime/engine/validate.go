@@ -30,10 +30,10 @@ import (
 // rules are the owner's: those of the policy that the sandbox was created under, and of the file
 // .agentbox.yaml as the directory itself has it, not as the sandbox shows it.
 
-// maxSaid is how much is kept of what a validator prints: its end.
+// maxSaid bounds the output of a validator that is kept: its end.
 const maxSaid = 8 << 10
 
-// drainWait is how long the output of a validator that has ended is waited for.
+// drainWait bounds the wait for the last output of a validator that has ended.
 const drainWait = 10 * time.Second
 
 // validator is one validator of an apply.
@@ -43,7 +43,7 @@ type validator struct {
 	dir  string // where it runs: a workspace, by its path in the sandbox
 }
 
-// applyRules are what has to pass before an apply.
+// applyRules are the rules of an apply.
 type applyRules struct {
 	policy.Apply
 	validators []validator
@@ -54,7 +54,7 @@ type applyRules struct {
 type canary struct {
 	validator
 	rule policy.Canary
-	of   string // the workspace whose rule it is; empty: it is the policy's
+	of   string // the workspace with the rule; empty: the policy has it
 }
 
 // takes reports whether the canary takes a path.
@@ -85,7 +85,7 @@ func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
 		file, err := readProject(v.Lower)
 		if err != nil {
 			return rules, hint(fmt.Errorf("%s: %w", filepath.Join(v.Lower, project.Name), err),
-				"What it asks of an apply is not known. Mend it, or remove it from the directory.")
+				"Its rules cannot be read. Correct the file, or remove it from the directory.")
 		}
 		add(filepath.Join(v.Lower, project.Name), v.Target, v.Target, file.Apply)
 	}
@@ -108,13 +108,13 @@ func readProject(dir string) (project.File, error) {
 	}
 	// A change of what a link leads to would not be seen as one of the rules.
 	if _, err := os.Readlink(filepath.Join(root.Proc(), project.Name)); err == nil {
-		return file, fmt.Errorf("%w: it has rules of an apply, and is a symlink", runtime.ErrInvalid)
+		return file, fmt.Errorf("%w: a file with rules for apply must not be a symlink", runtime.ErrInvalid)
 	}
 	return file, nil
 }
 
-// review rates an apply that is planned, and has it pass what the rules ask for: the approval of a
-// person, then the validators.
+// review computes the risk of a planned apply and enforces the rules: first the approval, then the
+// validators.
 func (w *workspaces) review(
 	ctx context.Context, s *apply.Staged, opts runtime.ApplyOptions, out *runtime.Applied,
 ) error {
@@ -148,7 +148,7 @@ func (w *workspaces) begin(ctx context.Context, out runtime.Applied) error {
 	return w.approvals().use(ctx, *out.Approval)
 }
 
-// approvalOf says why a person has to approve an apply; none: no rule asks for it.
+// approvalOf returns the reasons why an apply needs an approval; none: it needs none.
 func (r applyRules) approvalOf(
 	risk runtime.Risk, places []apply.Place, list []runtime.Change, removed []string,
 ) (why []string) {
@@ -268,7 +268,7 @@ func (w *workspaces) validate(ctx context.Context, s *apply.Staged, out *runtime
 	return nil
 }
 
-// refusedBy is the error of an apply that a validator or a canary refuses, with what it has printed.
+// refusedBy is the error of an apply that a validator or a canary refuses. It has the output.
 func refusedBy(what string, v validator, got runtime.Validated, result string) error {
 	how := fmt.Sprintf("ended with exit code %d", *got.Exit)
 	if got.TimedOut {
@@ -281,7 +281,7 @@ func refusedBy(what string, v validator, got runtime.Validated, result string) e
 	return fmt.Errorf("%w: %s", runtime.ErrDenied, text)
 }
 
-// emptyUpper makes the upperdir of a workspace one that shows the directory below as it is.
+// emptyUpper empties the upperdir of a workspace, so that it shows the directory below as it is.
 func emptyUpper(v runtime.Volume) error {
 	list, err := os.ReadDir(v.Path)
 	if err != nil {
@@ -295,7 +295,7 @@ func emptyUpper(v runtime.Volume) error {
 	return apply.TakeAfter(v.Path, v.Lower)
 }
 
-// errTried ends a fork that was made only for a validator, so that it is rolled back.
+// errTried makes the fork of a validator roll back.
 var errTried = errors.New("the validator has ended")
 
 // validate runs a validator in a fork of a checkpoint, once lay has laid out the workspaces of the
@@ -401,7 +401,7 @@ func (rs *restores) runValidator(ctx context.Context, r *restoration, v validato
 	return nil
 }
 
-// tail keeps the end of what is written to it.
+// tail is a writer that keeps the end of its input.
 type tail struct {
 	mu   sync.Mutex
 	kept []byte

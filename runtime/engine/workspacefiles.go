@@ -15,8 +15,8 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// boundWorkspaces refuses workspaces whose directories have more than so many files in all: every
-// checkpoint looks at each of them. It names the directories that have the most.
+// boundWorkspaces refuses workspaces with more files in all than a limit, since every checkpoint looks at
+// each file. The error names the directories with the most files.
 func boundWorkspaces(ctx context.Context, mounts []runtime.Mount, most int64) error {
 	if most == 0 {
 		most = runtime.UsualWorkspaceFiles
@@ -34,7 +34,7 @@ func boundWorkspaces(ctx context.Context, mounts []runtime.Mount, most int64) er
 		if errors.Is(err, errEnough) {
 			return hint(fmt.Errorf("%w: workspace %s: more than %d files, which every checkpoint looks at%s",
 				runtime.ErrInvalid, m.Source, most, n.largest(m.Source)),
-				fmt.Sprintf("Name a directory in it that is enough, or allow more: --workspace-files %d", 4*most))
+				fmt.Sprintf("Choose a smaller directory in it, or raise the limit: --workspace-files %d", 4*most))
 		}
 		if err != nil {
 			return fmt.Errorf("workspace %s: %w", m.Source, err)

@@ -532,6 +532,14 @@ func (h Home) Unfinished() bool {
 
 // Settle brings an apply that was killed to its end, and says what it did.
 func Settle(h Home) (did string, err error) {
+	if did, err = settle(h); did != "" {
+		h.Log.Warn("interrupted apply settled", "of", h.Name, "action", did)
+	}
+	return did, err
+}
+
+// settle is Settle without the log.
+func settle(h Home) (did string, err error) {
 	dir := h.path(DirApply)
 	if _, err := os.Lstat(dir); err != nil {
 		if errors.Is(err, fs.ErrNotExist) {
@@ -571,6 +579,5 @@ func Settle(h Home) (did string, err error) {
 	if err != nil {
 		return "", fmt.Errorf("an apply of %s is unfinished: %w", h.Name, err)
 	}
-	h.Log.Warn("interrupted apply settled", "of", h.Name, "action", did)
 	return did, nil
 }

@@ -125,7 +125,7 @@ func subset(edits []udiff.Edit, numbers []int) (list []udiff.Edit, err error) {
 		}
 	}
 	if len(list) != len(numbers) {
-		return nil, fmt.Errorf("of the hunks %v, of %d, some are not there or named twice", numbers, len(edits))
+		return nil, fmt.Errorf("hunks %v: some are named twice or are not among the %d", numbers, len(edits))
 	}
 	return list, nil
 }

@@ -21,9 +21,9 @@ import (
 	"github.com/agentbox/agentbox/runtime"
 )
 
-// What comes can be chosen, of what a dry run has shown: whole files, and of a text some of its hunks.
-// A choice holds for exactly what was shown. What was left out can come later: of a file of which a
-// part has come, the base is from then on what the sandbox has without the part that was left out.
+// A user can choose from what a dry run has shown: whole files, and hunks of a text.
+// A choice holds for exactly what was shown. What is left out can come later: once a part of a file has
+// come, the base of the file is the sandbox's text without the part that was left out.
 
 // Picks are what is chosen in a workspace, by path.
 type Picks map[string]*Pick
@@ -48,7 +48,7 @@ type Part struct {
 	Mode  uint32 `json:"mode"` // that of the base
 }
 
-// Edit replaces bytes of a text.
+// Edit replaces a range of bytes in a text.
 type Edit struct {
 	Start int    `json:"start"`
 	End   int    `json:"end"`
@@ -153,7 +153,7 @@ func (m *merger) seen(rel string, s side, f found, made *merged) string {
 	return hex.EncodeToString(h.Sum(nil)[:16])
 }
 
-// check proves that what comes of a path is what was shown.
+// check returns an error unless what comes at a path is what was shown.
 func (m *merger) check(rel, seen string) error {
 	pick := m.change.Picks[rel]
 	if pick == nil {
@@ -167,11 +167,11 @@ func (m *merger) check(rel, seen string) error {
 }
 
 func (m *merger) notAsShown(rel string) error {
-	return &fault.Error{Err: fmt.Errorf("%w: nothing was applied: %q is not what was shown any more",
+	return &fault.Error{Err: fmt.Errorf("%w: nothing was applied: %q has changed since it was shown",
 		fault.ErrState, path.Join(m.At, rel)), Hint: "Look at the changes, and choose again."}
 }
 
-// picksUsed proves that all that was picked comes.
+// picksUsed returns an error unless all picks come.
 func (m *merger) picksUsed() error {
 	for _, rel := range slices.Sorted(maps.Keys(m.change.Picks)) {
 		if pick := m.change.Picks[rel]; !pick.used && !m.opts.DryRun {
@@ -185,7 +185,7 @@ func (m *merger) picksUsed() error {
 
 func (p *Pick) parted() bool { return p.Hunks != nil }
 
-// texts returns those of what is there and of what comes, if both are some.
+// texts returns the text in the directory and the one that comes, if both are texts.
 func (m *merger) texts(ctx context.Context, s, f side, made *merged) (old, new string, ok bool, err error) {
 	if old, ok, err = m.textOf(ctx, f, nil); err == nil && ok {
 		new, ok, err = m.textOf(ctx, s, made)
@@ -223,11 +223,11 @@ func (m *merger) someHunks(
 		return nil, err
 	}
 	if !ok || !m.divides(s, f) {
-		return nil, fmt.Errorf("%w: of %q no hunks can be chosen", fault.ErrInvalid, path.Join(m.At, rel))
+		return nil, fmt.Errorf("%w: hunks of %q cannot be chosen one by one", fault.ErrInvalid, path.Join(m.At, rel))
 	}
 	edits, err := subset(lineEdits(old, new), pick.Hunks)
 	if err == nil && len(edits) == 0 && (!pick.Mode || to.Mode == f.Mode) {
-		err = errors.New("nothing of it is picked")
+		err = errors.New("neither a hunk nor the mode is picked")
 	}
 	var text string
 	if err == nil {
@@ -279,7 +279,7 @@ func (m *merger) remains(ctx context.Context, rel string, s side, new, part []by
 	return nil
 }
 
-// show adds to a recorded change what a user needs to choose of it.
+// show adds to a recorded change what a user needs to choose from it.
 func (m *merger) show(ctx context.Context, at int, seen string, s side, f found, made *merged) error {
 	if !m.opts.Patch {
 		return nil

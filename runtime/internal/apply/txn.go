@@ -60,7 +60,10 @@ func (t *txn) apply(ctx context.Context) (err error) {
 	defer func() {
 		if err != nil && !committed {
 			// The lock's next holder would do the same.
-			_, e := Settle(t.home)
+			did, e := settle(t.home)
+			if did != "" {
+				t.home.Log.Info("failed apply settled", "of", t.home.Name, "action", did)
+			}
 			err = errors.Join(err, e)
 		}
 	}()
