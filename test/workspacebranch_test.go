@@ -113,7 +113,7 @@ rm flat; mkdir flat; echo in > flat/in`)
 	git(t, other, "checkout", "-q", "--detach")
 	was = state()
 	if said := b.fails(4, "apply", "--git-commit", "--branch", "other", "s"); !strings.Contains(said,
-		"branch other has changed the same: added") {
+		"branch other has changed the same lines or files: added") {
 		t.Errorf("a branch with a conflict: %s", said)
 	}
 	for _, name := range []string{"a..b", "-x", "@{-1}"} {

@@ -113,12 +113,11 @@ deleted ones go, modes, times, attributes, links and holes included. It does all
 nothing, also with several workspaces: what the directory had is set aside first and comes
 back when anything fails or, if agentbox is killed, with the next agentbox command.
 
-What comes of a workspace is what CHECKPOINT has; without one, apply (also with
---dry-run) takes a checkpoint of the
-files. The sandbox may go on, and keeps all that it has. In the directory of a workspace SANDBOX
-may be left out. With PATHs, absolute ones in the sandbox, or relative to where you stand
-without SANDBOX, only what lies at and below them comes. On a terminal apply lists what
-changes and asks.
+What comes of a workspace is what CHECKPOINT has; without one, apply (also with --dry-run) takes a
+checkpoint of the files. The sandbox may go on, and keeps all that it has. In the directory of a
+workspace SANDBOX may be left out. With PATHs, absolute ones in the sandbox, or relative to where you
+stand without SANDBOX, only what lies at and below them comes. On a terminal apply lists the changes
+and asks.
 
 The directory may be in use. What was changed only there stays as it is. Texts that both
 sides have changed are merged, by git. Where that is not possible nothing is applied and the
@@ -148,8 +147,8 @@ what was shown; the rest stays in the sandbox for later. What cannot come, a con
 named and left out.
 
 --git-commit commits what comes, and nothing else, to the git repository that the directory is in,
-as you (as the user that called sudo), without hooks. It refuses what has staged
-changes in the index already. What git ignores comes and is not committed. --undo does not take the
+as you (as the user that called sudo), without hooks. It refuses files that have staged changes in the
+index already. What git ignores comes and is not committed. --undo does not take the
 commit back. With --branch NAME the commit is on that branch alone, which is made of HEAD if there is
 none: the directory, its index and the current branch stay as they are, and so do the changes in the
 sandbox, which are still there to be applied. It is what the sandbox has changed, carried over to the

@@ -62,8 +62,7 @@ and its processes go on. What it had is an undo checkpoint of files, HEAD stays 
 effects are compensated. What a process has open stays the file that it was.
 
 Checkpoints are steps, whatever took them: 'agentbox checkpoint', a prompt of 'agentbox shell',
---checkpoint-every, and in a sandbox with a workspace
-each exec that has changed a file.
+--checkpoint-every, and in a sandbox with a workspace each exec that has changed a file.
 
 --list shows the steps: how many back each one is, what it was, how many paths were added (+),
 modified (~) and deleted (-) since the step before it, and its age. "now" is where the sandbox
