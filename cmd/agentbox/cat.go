@@ -43,6 +43,11 @@ Symlinks are followed as in the sandbox.`,
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
 				for _, e := range ends {
+					full, in, err := stateHere(cmd.Context(), e.sandbox, svc)
+					if err != nil {
+						return err
+					}
+					e.sandbox, e.path = full, in(e.path)
 					if err := runCat(cmd.Context(), e, svc, a.stdout); err != nil {
 						return reword(err, "cat", e.sandbox)
 					}

@@ -60,6 +60,13 @@ under that name when there is none; SRC/. copies what is in it. DST/ must be a d
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				full, in, err := stateHere(cmd.Context(), src.sandbox, svc)
+				if err != nil {
+					return err
+				}
+				if full != src.sandbox {
+					src.sandbox, src.path = full, in(src.path)
+				}
 				return runCp(cmd.Context(), opts, src, dst, svc, a.stdin, a.stdout, a.stderr)
 			})
 		},

@@ -57,7 +57,7 @@ func (o *forkOptions) parse(arg string) (sandbox string, opts runtime.ForkOption
 	}
 	sandbox, opts.Checkpoint = splitState(arg)
 	switch {
-	case sandbox == "":
+	case sandbox == "" && !strings.HasPrefix(arg, "@"):
 		return "", opts, usageErrorf("%q names no sandbox; write SANDBOX@CHECKPOINT", arg)
 	case opts.Checkpoint == "" && strings.HasSuffix(arg, "@"):
 		return "", opts, usageErrorf("%q names no checkpoint after the @; leave it out to fork what is there now", arg)
@@ -134,6 +134,13 @@ checkpoint, reseeded, shared, took_ns, warnings.`,
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
+				if sandbox == "" {
+					p, err := here(cmd.Context(), svc)
+					if err != nil {
+						return err
+					}
+					sandbox = p.sandbox.Name
+				}
 				c, err := chosen(cmd.Context(), svc, sandbox, fo.Checkpoint, opts.Grants, runtime.CheckpointFilter{})
 				if err != nil {
 					return err

@@ -68,7 +68,8 @@ func here(ctx context.Context, svc runtime.Service) (place, error) {
 	}
 	switch len(found) {
 	case 0:
-		return place{}, usageErrorf("SANDBOX is missing, and no sandbox has a workspace over %s", oneLine(dir))
+		return place{}, usageErrorf("SANDBOX is missing, and no sandbox has a workspace over %s; make one with: agentbox shell",
+			oneLine(dir))
 	case 1:
 		return found[0], nil
 	}
@@ -110,6 +111,16 @@ func fromHere(ctx context.Context, names []string, svc runtime.Service) (list []
 		list = append(list, p.in(name))
 	}
 	return list, err
+}
+
+// stateHere completes SANDBOX[@CHECKPOINT] where SANDBOX is left out. in makes paths those in the sandbox:
+// relative ones are of the current directory then, and of the root otherwise.
+func stateHere(ctx context.Context, ref string, svc runtime.Service) (full string, in func(string) string, err error) {
+	if !strings.HasPrefix(ref, "@") {
+		return ref, rooted, nil
+	}
+	p, err := here(ctx, svc)
+	return p.sandbox.Name + ref, p.in, err
 }
 
 // onSandbox calls fn with the sandbox that args begin with and the rest of them or, where they

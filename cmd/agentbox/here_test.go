@@ -25,6 +25,28 @@ func overDir(dir string, names ...string) *fakeService {
 	return f
 }
 
+// TestHereStates: a checkpoint is looked into without SANDBOX, too; relative paths are those of the directory.
+func TestHereStates(t *testing.T) {
+	dir := inProject(t)
+	for args, want := range map[string]string{
+		"ls @before":            "List box@before /work/src",
+		"ls @before x/y":        "List box@before /work/src/x/y",
+		"ls @HEAD~1 /etc":       "List box@HEAD~1 /etc",
+		"find @before ..":       "List box@before /work",
+		"cat @before:x":         "Stat /work/src/x",
+		"cp @before:../x /none": "Stat /work/x",
+		"mount @before d":       "Mount box@before " + dir + "/src/d",
+		"fork @before":          "Fork box",
+	} {
+		f := overDir(dir, "box")
+		f.fail["Fork"] = runtime.ErrNotFound // the fake makes none
+		_ = try(t, f, "", strings.Fields(args)...)
+		if !slices.ContainsFunc(f.calls, func(call string) bool { return strings.HasPrefix(call, want) }) {
+			t.Errorf("%s: calls %q, want %q", args, f.calls, want)
+		}
+	}
+}
+
 // inProject makes a directory, and stands in its directory src.
 func inProject(t *testing.T) (dir string) {
 	t.Helper()

@@ -391,7 +391,6 @@ func TestImportPushPull(t *testing.T) {
 func TestHistoryUsage(t *testing.T) {
 	for line, want := range map[string]string{
 		"fork":                                    "SANDBOX[@CHECKPOINT] is missing",
-		"fork @x":                                 "names no sandbox",
 		"fork run@":                               "names no checkpoint",
 		"fork -n 0 run":                           "must be from 1 to 1000",
 		"fork -n 1001 run":                        "must be from 1 to 1000",

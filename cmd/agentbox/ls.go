@@ -53,7 +53,8 @@ the checkpoint.`,
 		Example: `  agentbox ls c@before /etc
   agentbox ls -l c@before /work
   agentbox ls --recursive c@image /usr/local
-  agentbox ls c /tmp`,
+  agentbox ls c /tmp
+  agentbox ls @before src                   # in the directory of a workspace`,
 		Annotations: exits(exitUsage, exitNotFound, exitState, exitCorrupt, exitDenied, exitUnsupported),
 		Args: func(cmd *cobra.Command, got []string) error {
 			err := args(1, 2)(cmd, got)
@@ -67,11 +68,7 @@ the checkpoint.`,
 			if opts.Long && opts.Format == formatJSON {
 				return usageErrorf("--long and --format json exclude each other")
 			}
-			ref, at, err := listArgs(args)
-			if err != nil {
-				return err
-			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return a.onListed(cmd.Context(), args, func(svc runtime.Service, ref, at string) error {
 				return runLs(cmd.Context(), opts, ref, at, svc, a.stdout, a.stderr)
 			})
 		},
@@ -81,22 +78,31 @@ the checkpoint.`,
 	return cmd
 }
 
-// listArgs reads SANDBOX[@CHECKPOINT] [PATH].
-func listArgs(args []string) (ref, at string, err error) {
-	ref, at = args[0], "/"
-	if len(args) > 1 {
-		if args[1] == "" {
-			return "", "", usageErrorf("the path is empty")
-		}
-		at = rooted(args[1])
+// onListed reads [SANDBOX][@CHECKPOINT] [PATH] and calls fn with them. In the directory of a workspace PATH is
+// that directory unless given.
+func (a *app) onListed(ctx context.Context, args []string, fn func(svc runtime.Service, ref, at string) error) error {
+	if len(args) > 1 && args[1] == "" {
+		return usageErrorf("the path is empty")
 	}
-	return ref, at, checkState(ref)
+	if err := checkState(args[0]); err != nil {
+		return err
+	}
+	return a.service(ctx, func(svc runtime.Service) error {
+		ref, in, err := stateHere(ctx, args[0], svc)
+		switch {
+		case err != nil:
+			return err
+		case len(args) > 1:
+			return fn(svc, ref, in(args[1]))
+		}
+		return fn(svc, ref, in(""))
+	})
 }
 
 // checkState refuses a reference to a checkpoint that lacks a part.
 func checkState(ref string) error {
 	switch sandbox, state := splitState(ref); {
-	case sandbox == "":
+	case sandbox == "" && !strings.HasPrefix(ref, "@"):
 		return usageErrorf("%q names no sandbox; write SANDBOX@CHECKPOINT", ref)
 	case state == "" && strings.Contains(ref, "@"):
 		return usageErrorf("%q names no checkpoint after the @", ref)
@@ -287,11 +293,7 @@ with unusual characters is in quotes.`,
 			if _, err := path.Match(opts.Name, ""); err != nil {
 				return usageErrorf("--name %q is not a pattern of names", opts.Name)
 			}
-			ref, at, err := listArgs(args)
-			if err != nil {
-				return err
-			}
-			return a.service(cmd.Context(), func(svc runtime.Service) error {
+			return a.onListed(cmd.Context(), args, func(svc runtime.Service, ref, at string) error {
 				return runFind(cmd.Context(), opts, ref, at, svc, a.stdout, a.stderr)
 			})
 		},

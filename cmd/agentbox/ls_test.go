@@ -73,7 +73,12 @@ func TestLs(t *testing.T) {
 	for args, want := range map[string]string{
 		"ls":               "'agentbox ps' lists sandboxes",
 		"ls run@":          "names no checkpoint",
-		"ls @before":       "names no sandbox",
+		"ls @before":       "SANDBOX is missing, and no sandbox has a workspace over",
+		"cat @before:x":    "SANDBOX is missing",
+		"cp @before:x y":   "SANDBOX is missing",
+		"mount @before d":  "SANDBOX is missing",
+		"ls @":             "names no checkpoint",
+		"fork @x":          "SANDBOX is missing",
 		"ls a b c":         "unexpected argument",
 		"find a --type x":  "any",
 		"find a --name [":  "not a pattern",

@@ -50,7 +50,11 @@ A command that is killed leaves the mount; the next command of agentbox takes it
 				return err
 			}
 			return a.service(cmd.Context(), func(svc runtime.Service) error {
-				return runMount(cmd.Context(), args[0], dir, svc, a.stderr)
+				ref, _, err := stateHere(cmd.Context(), args[0], svc)
+				if err != nil {
+					return err
+				}
+				return runMount(cmd.Context(), ref, dir, svc, a.stderr)
 			})
 		},
 	}
