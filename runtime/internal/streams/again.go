@@ -118,7 +118,8 @@ func (t *attempt) source(p []byte) (n int, err error) {
 	defer func() {
 		a.mu.Lock()
 		a.reading = false
-		if a.lost = a.lost || len(a.input)+n > againMax; a.lost {
+		// What an attempt that is over still has read is kept: the next one has not read it.
+		if a.lost = a.lost || a.now == t && len(a.input)+n > againMax; a.lost {
 			a.input = nil
 		} else {
 			a.input = append(a.input, p[:n]...)

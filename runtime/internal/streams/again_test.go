@@ -3,6 +3,7 @@ package streams
 import (
 	"bytes"
 	"io"
+	stdruntime "runtime"
 	"strings"
 	"testing"
 	"testing/iotest"
@@ -106,5 +107,42 @@ func TestAgainSizes(t *testing.T) {
 	}
 	if s := next(t, a); (<-s.Resize).Width != 3 {
 		t.Error("the third attempt does not begin with the last size")
+	}
+}
+
+// TestAgainMany has what an attempt that is over still reads go beyond the bound: what the next one has
+// not read yet is not lost.
+func TestAgainMany(t *testing.T) {
+	in, typed := io.Pipe()
+	a := NewAgain(runtime.Streams{Stdin: in})
+	defer a.Close()
+	first := next(t, a)
+	text := strings.Repeat("0123456789abcdef", againMax/16)
+	waits, ended := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		_, _ = io.ReadFull(first.Stdin, make([]byte, len(text)))
+		close(waits)
+		_, _ = first.Stdin.Read(make([]byte, 100))
+	}()
+	if _, err := io.WriteString(typed, text); err != nil {
+		t.Fatal(err)
+	}
+	<-waits
+	a.mu.Lock()
+	for !a.reading {
+		a.mu.Unlock()
+		stdruntime.Gosched()
+		a.mu.Lock()
+	}
+	a.mu.Unlock()
+	second := next(t, a)
+	if _, err := io.WriteString(typed, "the end"); err != nil { // to the first one's read
+		t.Fatal(err)
+	}
+	<-ended
+	typed.Close()
+	if got, err := io.ReadAll(second.Stdin); string(got) != text+"the end" || err != nil {
+		t.Errorf("the second attempt read %d bytes of %d, %v", len(got), len(text)+7, err)
 	}
 }
