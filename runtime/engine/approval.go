@@ -109,6 +109,12 @@ func find(list []runtime.Approval, id string) (runtime.Approval, error) {
 func (a approvals) ask(ctx context.Context, want runtime.Approval) (got runtime.Approval, err error) {
 	want.ID = want.Plan[:idLength]
 	err = a.locked(ctx, func(list []runtime.Approval) error {
+		// The person who has seen the other one would approve this one by its id.
+		if slices.ContainsFunc(list, func(one runtime.Approval) bool {
+			return one.ID == want.ID && one.Plan != want.Plan
+		}) {
+			return fmt.Errorf("%w: another apply waits for its approval as %s", runtime.ErrDenied, want.ID)
+		}
 		if i := slices.IndexFunc(list, func(one runtime.Approval) bool { return one.Plan == want.Plan }); i >= 0 {
 			// Only what a person has seen counts, and for no longer than the rules now say.
 			got = list[i]

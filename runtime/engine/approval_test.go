@@ -55,7 +55,13 @@ func TestApprovals(t *testing.T) {
 	refused("approve a path", err, runtime.ErrNotFound)
 
 	one := ask(1)
+	alike := want(1)
+	alike.Plan = alike.Plan[:63] + "1"
+	_, err = a.ask(ctx, alike)
+	refused("another plan under the id of one that waits", err, runtime.ErrDenied)
 	approve(one.ID)
+	_, err = a.ask(ctx, alike)
+	refused("another plan under the id of an approval", err, runtime.ErrDenied)
 	if !approved(1) || approved(2) {
 		t.Error("the approval of one plan is not that of just this one")
 	}
