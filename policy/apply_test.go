@@ -161,6 +161,23 @@ func TestApprove(t *testing.T) {
 			t.Errorf("%s: %q, want %q", rel, got, want)
 		}
 	}
+	for _, c := range []struct{ pattern, rel, covers, below string }{
+		{"**", ".", "**", "**"}, {"*", ".", "", ""}, {"infra", ".", "", ""},
+		{"infra/*.tf", "infra", "", "infra/*.tf"}, {"infra/a/*.tf", "infra", "", "infra/a/*.tf"},
+		{"infra/a/*.tf", "infra/a", "", "infra/a/*.tf"}, {"infra/*.tf", "infrared", "", ""},
+		{"infra/*.tf", "infra/a.sh", "", ""}, {"infra/*.tf", "infra/a.tf", "infra/*.tf", "infra/*.tf"},
+		{"infra/*/x", "infra/a", "", "infra/*/x"}, {"infra/**/x", "infra/a/b", "", "infra/**/x"},
+		{"*/x", "a", "", "*/x"}, {"*/x", "a/b", "", ""},
+		// What is below the symlink is covered where it is.
+		{"**/*.sql", "a", "", ""}, {"**/*.sql", "a/b.sql", "**/*.sql", "**/*.sql"},
+		{"**/db/*.sql", "a/db", "", "**/db/*.sql"}, {"**/db/*.sql", "db", "", "**/db/*.sql"},
+		{"**/db/*.sql", "a/b", "", ""}, {"{a,**}/b/c", "a", "", "{a,**}/b/c"}, {"{a,**}/b/c", "d", "", ""},
+	} {
+		a := Approve{Paths: []string{c.pattern}}
+		if covers, below := a.Covers(c.rel), a.CoversBelow(c.rel); covers != c.covers || below != c.below {
+			t.Errorf("%s, %s: %q and %q, want %q and %q", c.pattern, c.rel, covers, below, c.covers, c.below)
+		}
+	}
 }
 
 // TestCanaries reads canaries, and has a policy add its own to those of its base.

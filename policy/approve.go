@@ -35,9 +35,31 @@ func (a Approve) Asks() bool { return a.At > 0 || len(a.Paths) > 0 }
 // is relative to the directory of the apply.
 func (a Approve) Covers(rel string) string { return covers(a.Paths, rel) }
 
+// CoversBelow is Covers for a path at which a symlink comes or goes: with it all comes or goes that is, or
+// could be, below.
+func (a Approve) CoversBelow(rel string) string {
+	if p := a.Covers(rel); p != "" || rel == "" || rel == "." {
+		return p
+	}
+	for _, p := range a.Paths {
+		g, err := ParseGlob(p)
+		if err != nil {
+			continue
+		}
+		rest, ok := strings.CutPrefix(rel, g.Base)
+		if strings.HasPrefix(g.Base, rel+"/") || ok && g.leadsBelow(rest) {
+			return p
+		}
+	}
+	return ""
+}
+
 func covers(patterns []string, rel string) string {
 	for _, p := range patterns {
 		g, err := ParseGlob(p)
+		if err == nil && rel == "." && g.Base == "" && g.Match("") {
+			return p
+		}
 		for at := rel; err == nil && at != "." && at != "/"; at = path.Dir(at) {
 			if rest, ok := strings.CutPrefix(at, g.Base); ok && g.Match(rest) {
 				return p

@@ -96,6 +96,24 @@ func (g Glob) Below(rel string) bool {
 	return part
 }
 
+// leadsBelow is Below, but that a ** at the beginning of the whole pattern does not stand for rel: what it
+// means below rel it means wherever that is.
+func (g Glob) leadsBelow(rel string) bool {
+	for _, way := range g.ways {
+		if g.Base == "" && len(way) > 0 && way[0] == anyDepth {
+			// Each end of rel is where the rest of the pattern may begin.
+			for at := rel; at != ""; _, at, _ = strings.Cut(at, "/") {
+				if (Glob{ways: [][]string{way[1:]}}).Below(at) {
+					return true
+				}
+			}
+		} else if (Glob{ways: [][]string{way}}).Below(rel) {
+			return true
+		}
+	}
+	return false
+}
+
 // reach follows rel through all ways at once: at[i] says that the first i parts
 // of a way can stand for what was read.
 func (g Glob) reach(rel string) (whole, part bool) {

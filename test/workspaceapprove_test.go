@@ -117,6 +117,15 @@ func TestApplyApproval(t *testing.T) {
 	b.fails(9, "apply", "--theirs", "s")
 	b.fails(9, "apply", "--theirs", "s", "--", "/work/a.lock")
 	b.ok("apply", "--theirs", "s", "--", "/work/src/main.c")
+
+	// With a symlink all comes that is below it.
+	rules(t, dir, "  approve: {paths: ['infra/*.tf']}\n")
+	b.sh("s", "mkdir /work/other; echo more >/work/other/x.tf; ln -s other /work/infra")
+	said = b.fails(9, "apply", "s", "--", "/work/other", "/work/infra")
+	if !strings.Contains(said, "it changes /work/infra, which apply.approve.paths has (infra/*.tf)") {
+		t.Errorf("a symlink where the rules name what is below: %s", said)
+	}
+	b.ok("apply", "s", "--", "/work/other")
 }
 
 // TestApplyApprovalTerminal: on a terminal apply asks the person itself; through the service it is the

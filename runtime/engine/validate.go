@@ -19,6 +19,7 @@ import (
 	"github.com/agentbox/agentbox/internal/fault"
 	"github.com/agentbox/agentbox/internal/guard"
 	"github.com/agentbox/agentbox/internal/project"
+	"github.com/agentbox/agentbox/overlay"
 	"github.com/agentbox/agentbox/policy"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/internal/apply"
@@ -156,13 +157,23 @@ func (r applyRules) approvalOf(
 		why = append(why, fmt.Sprintf("its risk is %d, and from %d on a person has to approve it", risk.Score,
 			r.Approve.At))
 	}
-	paths := slices.Clone(removed)
-	for _, c := range list {
-		paths = append(paths, apply.PathOf(c))
+	covered := func(p, rule string) []string {
+		return append(why, fmt.Sprintf("it changes %s, which apply.approve.paths has (%s)", p, rule))
 	}
-	for _, p := range paths {
+	for _, p := range removed {
 		if rule := r.Approve.Covers(apply.RelativeTo(places, p)); rule != "" {
-			return append(why, fmt.Sprintf("it changes %s, which apply.approve.paths has (%s)", p, rule))
+			return covered(p, rule)
+		}
+	}
+	link := func(s *runtime.FileState) bool { return s != nil && s.Type == string(overlay.TypeSymlink) }
+	for _, c := range list {
+		covers := r.Approve.Covers
+		if link(c.Old) || link(c.New) {
+			covers = r.Approve.CoversBelow
+		}
+		p := apply.PathOf(c)
+		if rule := covers(apply.RelativeTo(places, p)); rule != "" {
+			return covered(p, rule)
 		}
 	}
 	return why
