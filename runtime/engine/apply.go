@@ -5,10 +5,12 @@ import (
 	"errors"
 	"fmt"
 	"path"
+	"path/filepath"
 	"slices"
 	"strings"
 
 	"github.com/agentbox/agentbox/internal/failpoint"
+	"github.com/agentbox/agentbox/internal/project"
 	"github.com/agentbox/agentbox/runtime"
 	"github.com/agentbox/agentbox/runtime/engine/worktree"
 	"github.com/agentbox/agentbox/runtime/internal/apply"
@@ -140,13 +142,37 @@ func (bx *sandboxes) applier(
 		return nil, hint(fmt.Errorf("%w: a volume is applied as it is, and as a whole", runtime.ErrUnsupported),
 			"Restore it to the checkpoint first; --force overwrites what was changed in the directory.")
 	}
-	if s, err := spec(sb.Sandbox); err != nil {
-		return nil, err
-	} else if p, err := recorded(s); err != nil || p == nil || !p.Rules.Apply.Asks() || opts.Undo {
-		return sb.host.Original, err
+	if opts.Undo {
+		return sb.host.Original, nil
 	}
-	return nil, hint(fmt.Errorf("%w: its policy asks for validators, which a volume cannot have", runtime.ErrUnsupported),
-		"Use a sandbox with the directory as a workspace: --workspace DIR.")
+	return sb.host.Original, volumeRules(sb.Sandbox, c)
+}
+
+// volumeRules refuses an apply of a volume that has to be judged first: for that it takes a fork.
+func volumeRules(sb store.Sandbox, c runtime.Container) error {
+	s, err := spec(sb)
+	if err != nil {
+		return err
+	}
+	p, err := recorded(s)
+	if err != nil {
+		return err
+	}
+	whose, asks := "its policy", p != nil && p.Rules.Apply.Asks()
+	for _, dir := range c.Lower {
+		file, err := readProject(dir)
+		if err != nil && !errors.Is(err, runtime.ErrNotFound) { // that the apply has its own words for
+			return rulesUnknown(dir, err)
+		}
+		if file.Apply.Asks() {
+			whose, asks = filepath.Join(dir, project.Name), true
+		}
+	}
+	if !asks {
+		return nil
+	}
+	return hint(fmt.Errorf("%w: %s has rules of an apply (validators, approval, canaries), which a volume cannot be "+
+		"judged by", runtime.ErrUnsupported, whose), "Use a sandbox with the directory as a workspace: --workspace DIR.")
 }
 
 // finishApply finishes an Apply that was killed or rolls it back.

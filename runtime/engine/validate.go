@@ -85,12 +85,17 @@ func (w *workspaces) readRules(s runtime.Spec) (rules applyRules, err error) {
 	for _, v := range w.chosen {
 		file, err := readProject(v.Lower)
 		if err != nil {
-			return rules, hint(fmt.Errorf("%s: %w", filepath.Join(v.Lower, project.Name), err),
-				"Its rules cannot be read. Correct the file, or remove it from the directory.")
+			return rules, rulesUnknown(v.Lower, err)
 		}
 		add(filepath.Join(v.Lower, project.Name), v.Target, v.Target, file.Apply)
 	}
 	return rules, nil
+}
+
+// rulesUnknown is the error of an apply to a directory whose own rules cannot be read.
+func rulesUnknown(dir string, err error) error {
+	return hint(fmt.Errorf("%s: %w", filepath.Join(dir, project.Name), err),
+		"Its rules cannot be read. Correct the file, or remove it from the directory.")
 }
 
 func readProject(dir string) (project.File, error) {

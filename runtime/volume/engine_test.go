@@ -138,6 +138,23 @@ func TestEngine(t *testing.T) {
 		d.Changes[1].Path != "M/fA/new" {
 		t.Errorf("%+v", d.Changes)
 	}
+	// The directory's own rules ask for what a volume cannot have, or are not known.
+	for text, want := range map[string]error{
+		"apply: {validators: [make]}\n": runtime.ErrUnsupported, "apply: {approve: {paths: [f]}}\n": runtime.ErrUnsupported,
+		"apply: [\n": runtime.ErrInvalid,
+	} {
+		must(os.WriteFile(from+"/.agentbox.yaml", []byte(text), 0o600))
+		for _, dry := range []bool{true, false} {
+			_, err := e.Apply(ctx, ws, runtime.ApplyOptions{Force: true, DryRun: dry})
+			if !errors.Is(err, want) || !strings.Contains(err.Error(), from+"/.agentbox.yaml") {
+				t.Errorf("%q: %v, want %v", text, err, want)
+			}
+		}
+	}
+	if data, _ := os.ReadFile(from + "/f"); string(data) != "original" {
+		t.Errorf("the original: %q", data)
+	}
+	must(os.Remove(from + "/.agentbox.yaml"))
 	out, err := e.Apply(ctx, ws, runtime.ApplyOptions{Force: true})
 	must(err)
 	if len(out.Changes) != 2 || out.SandboxName != ws || out.Original != from {
