@@ -205,6 +205,14 @@ func (m *mount) free() error {
 	if err := kernel.DetachFrom(m.source()); err != nil {
 		return err
 	}
+	left, err := kernel.MountsFrom(m.source())
+	if err != nil {
+		return err
+	}
+	if len(left) > 0 { // it has to keep its files
+		return hint(fmt.Errorf("%w: it is still mounted on %s, where something else is mounted over it", runtime.ErrBusy,
+			left[0].Mountpoint), "umount "+left[0].Mountpoint)
+	}
 	if err := failpoint.Hit("mount.after-detach"); err != nil {
 		return err
 	}

@@ -7,7 +7,10 @@ import (
 	"path/filepath"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/agentbox/agentbox/runtime"
+	"github.com/agentbox/agentbox/runtime/internal/kernel"
 	"github.com/agentbox/agentbox/runtime/store"
 )
 
@@ -89,5 +92,43 @@ func TestMountpoint(t *testing.T) {
 		if err == nil {
 			f.Close()
 		}
+	}
+}
+
+// TestMountUnder: a mount with another one over it keeps its files until it can be taken out.
+func TestMountUnder(t *testing.T) {
+	root := t.TempDir()
+	st, err := store.Open(t.Context(), root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Close()
+	e := &core{store: st}
+	m, err := e.newMount()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	for _, source := range []string{m.source(), "other"} {
+		if err := unix.Mount(source, dir, "tmpfs", 0, ""); err != nil {
+			t.Fatal(err)
+		}
+		defer func() { _ = unix.Unmount(dir, unix.MNT_DETACH) }()
+	}
+	m.lock.Unlock() // as if its process was killed
+	if did, err := e.freeMounts(); !errors.Is(err, runtime.ErrBusy) || len(did) > 0 {
+		t.Errorf("freed below another mount: %q, %v", did, err)
+	}
+	if _, err := os.Stat(m.dir()); err != nil {
+		t.Error(err)
+	}
+	if err := unix.Unmount(dir, 0); err != nil {
+		t.Fatal(err)
+	}
+	if did, err := e.freeMounts(); err != nil || len(did) != 1 {
+		t.Errorf("freed: %q, %v", did, err)
+	}
+	if left, err := kernel.MountsFrom(m.source()); err != nil || len(left) > 0 {
+		t.Errorf("still mounted: %v, %v", left, err)
 	}
 }
