@@ -116,7 +116,7 @@ func (a *app) onBranch(
 // unjudged refuses a commit on a branch if a rule has to judge the apply first: rules judge what reaches
 // the directory, and a merge of the branch would get around them.
 func unjudged(plan runtime.Applied) error {
-	if len(plan.Validators) == 0 && len(plan.Canaries) == 0 && !needsApproval(plan) {
+	if len(plan.Validators) == 0 && len(plan.Canaries) == 0 && plan.Approval == nil {
 		return nil
 	}
 	return &runtime.Error{

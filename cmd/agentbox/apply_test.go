@@ -1,9 +1,11 @@
 package main
 
 import (
+	"errors"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/agentbox/agentbox/runtime"
 )
@@ -120,4 +122,19 @@ func TestApplyHeldBack(t *testing.T) {
 	p.expect("[y/N]")
 	p.write("n\n")
 	p.end(exitFailure)
+}
+
+// TestUnjudged: an approval lets an apply pass, and is used up by it; a commit on a branch would leave it.
+func TestUnjudged(t *testing.T) {
+	for _, plan := range []runtime.Applied{
+		{Validators: []runtime.Validated{{}}}, {Canaries: []runtime.Validated{{}}},
+		{Approval: &runtime.Approval{}}, {Approval: &runtime.Approval{Approved: time.Now()}},
+	} {
+		if err := unjudged(plan); !errors.Is(err, runtime.ErrDenied) {
+			t.Errorf("%+v: %v", plan, err)
+		}
+	}
+	if err := unjudged(runtime.Applied{Risk: &runtime.Risk{Score: 9}}); err != nil {
+		t.Error(err)
+	}
 }
