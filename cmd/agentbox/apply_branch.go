@@ -154,6 +154,10 @@ func (b *branchCommit) find(ctx context.Context) error {
 		return &runtime.Error{Err: fmt.Errorf("%w: branch %s of %s is checked out", runtime.ErrState, b.name, b.top),
 			Hint: "Leave --branch out to commit on the current branch, or name another one."}
 	}
+	if to, err := b.git(ctx, nil, "symbolic-ref", "-q", "refs/heads/"+b.name); err == nil {
+		return &runtime.Error{Err: fmt.Errorf("%w: branch %s of %s is another name of %s", runtime.ErrState, b.name, b.top,
+			strings.TrimSpace(to)), Hint: "Name a branch that is none: a commit would move the other one."}
+	}
 	text, err := b.git(ctx, nil, "rev-parse", "-q", "--verify", "HEAD^{commit}")
 	if err != nil {
 		return &runtime.Error{Err: fmt.Errorf("%w: %s has no commit yet", runtime.ErrState, b.top),
@@ -266,8 +270,8 @@ func (b *branchCommit) merge(ctx context.Context, before, after, message string)
 
 // publish moves the branch, if it is still where it was.
 func (b *branchCommit) publish(ctx context.Context) error {
-	_, err := b.git(ctx, nil, "update-ref", "--create-reflog", "-m", "agentbox apply", "refs/heads/"+b.name, b.commitID,
-		b.old)
+	_, err := b.git(ctx, nil, "update-ref", "--no-deref", "--create-reflog", "-m", "agentbox apply", "refs/heads/"+b.name,
+		b.commitID, b.old)
 	if err != nil {
 		err = fmt.Errorf("%w: no commit was made on %s: %w", runtime.ErrState, b.name, err)
 	}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -136,5 +137,30 @@ func TestUnjudged(t *testing.T) {
 	}
 	if err := unjudged(runtime.Applied{Risk: &runtime.Risk{Score: 9}}); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestBranchOfAnotherName: a sandbox may have brought a branch that is a symbolic ref, and a commit on it would
+// move the branch that is checked out.
+func TestBranchOfAnotherName(t *testing.T) {
+	dir := t.TempDir()
+	r := &repository{top: dir, env: append(os.Environ(), "GIT_CONFIG_GLOBAL=/dev/null", "GIT_AUTHOR_NAME=a",
+		"GIT_AUTHOR_EMAIL=a@b", "GIT_COMMITTER_NAME=a", "GIT_COMMITTER_EMAIL=a@b")}
+	for _, args := range [][]string{
+		{"init", "-q"}, {"commit", "-q", "--allow-empty", "-m", "one"}, {"branch", "-M", "main"}, {"branch", "plain"},
+		{"symbolic-ref", "refs/heads/other", "refs/heads/main"}, {"symbolic-ref", "refs/heads/none", "refs/heads/new"},
+	} {
+		if _, err := r.git(t.Context(), nil, args...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, want := range map[string]string{
+		"plain": "", "free": "", "main": "is checked out", "other": "is another name of refs/heads/main",
+		"none": "is another name of refs/heads/new", "@{-1}": "does not take", "-d": "does not take",
+	} {
+		err := (&branchCommit{repository: r, name: name}).find(t.Context())
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", name, err, want)
+		}
 	}
 }
