@@ -61,7 +61,8 @@ type Backend interface {
 	Kill(ctx context.Context, id, signal string) error
 
 	// Exec runs one more process in a running container and returns its
-	// exit code, or ErrDetached (the process goes on).
+	// exit code, or ErrDetached (the process goes on). An error is Unstarted
+	// only if no process has begun.
 	Exec(ctx context.Context, id string, p Process, streams Streams) (exit int, err error)
 
 	// Wait blocks until the container has exited and returns how it ended;

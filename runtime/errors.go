@@ -1,6 +1,8 @@
 package runtime
 
 import (
+	"errors"
+
 	"github.com/agentbox/agentbox/internal/fault"
 )
 
@@ -19,3 +21,22 @@ var (
 	ErrInvalid     = fault.ErrInvalid     // an argument is invalid
 	ErrApproval    = fault.ErrApproval    // a person has to approve it first
 )
+
+// Unstarted marks the error of an Exec of which no process has begun, so that it can be tried again.
+func Unstarted(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &unstarted{err}
+}
+
+// IsUnstarted reports whether an error is marked by Unstarted.
+func IsUnstarted(err error) bool {
+	var u *unstarted
+	return errors.As(err, &u)
+}
+
+type unstarted struct{ err error }
+
+func (u *unstarted) Error() string { return u.err.Error() }
+func (u *unstarted) Unwrap() error { return u.err }

@@ -28,7 +28,7 @@ Without a terminal --yes is needed. --list lists the applies that wait for an ap
 are approved and not applied yet. 'agentbox audit ls --verb approve' lists the approvals given.`,
 		Example: `  agentbox approve --list
   agentbox approve 1f0c5a72e9d14b36
-  agentbox approve --yes 1f0c`,
+  agentbox approve --yes 1f0c5a72`,
 		Annotations: exits(exitUsage, exitNotFound, exitDenied),
 		Args: func(cmd *cobra.Command, got []string) error {
 			if list {

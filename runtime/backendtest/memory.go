@@ -358,7 +358,7 @@ func (m *Memory) Exec(ctx context.Context, id string, p runtime.Process, s runti
 	}
 	defer unlock()
 	if b.status != runtime.Running {
-		return 0, fmt.Errorf("%w: it is %s", runtime.ErrState, b.status)
+		return 0, runtime.Unstarted(fmt.Errorf("%w: it is %s", runtime.ErrState, b.status))
 	}
 	if s.Stdin == nil || p.Detach {
 		s.Stdin = eof{}

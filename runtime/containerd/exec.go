@@ -101,7 +101,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 	// As in Start, these calls are not broken off.
 	call := in(context.WithoutCancel(ctx), s.ns)
 	if _, err := svc.Exec(call, req); err != nil {
-		return 0, s.refused(plain(err))
+		return 0, runtime.Unstarted(s.refused(plain(err)))
 	}
 	gone := false // its process may not be deleted by us
 	defer func() {
@@ -130,7 +130,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 		}
 	}
 	if _, err := svc.Start(call, &tasks.StartRequest{ContainerID: s.container, ExecID: s.Name}); err != nil {
-		return 0, s.refused(plain(err))
+		return 0, runtime.Unstarted(s.refused(plain(err)))
 	}
 	if err := failpoint.Hit("containerd.exec.after-start"); err != nil {
 		return 0, err

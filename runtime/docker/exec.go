@@ -25,7 +25,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, s runt
 		return 0, err
 	}
 	if c.status != runtime.Running {
-		return 0, fmt.Errorf("container %s is %s: %w", id, c.status, fault.ErrState)
+		return 0, runtime.Unstarted(fmt.Errorf("container %s is %s: %w", id, c.status, fault.ErrState))
 	}
 	made, err := b.api.ContainerExecCreate(ctx, c.ID, container.ExecOptions{
 		User: p.User, WorkingDir: p.Workdir, Tty: p.Terminal, Cmd: p.Args, Env: append(startEnv(c), p.Env...),
@@ -33,7 +33,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, s runt
 		DetachKeys: neverTyped,
 	})
 	if err != nil {
-		return 0, b.explain(ctx, err)
+		return 0, runtime.Unstarted(b.explain(ctx, err))
 	}
 	x := &session{b: b, c: c, id: made.ID, p: p}
 	if p.Detach {
@@ -59,8 +59,8 @@ type session struct {
 
 func (x *session) run(ctx context.Context, s runtime.Streams) (int, error) {
 	conn, err := x.b.api.ContainerExecAttach(ctx, x.id, container.ExecAttachOptions{Tty: x.p.Terminal})
-	if err != nil {
-		return 0, x.refused(ctx, err.Error(), err)
+	if err != nil { // the daemon has started nothing
+		return 0, runtime.Unstarted(x.refused(ctx, err.Error(), err))
 	}
 	gate := &gate{x: x, ctx: context.WithoutCancel(ctx), stdout: orDiscard(s.Stdout)}
 	s.Stdout = gate

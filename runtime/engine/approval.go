@@ -28,6 +28,7 @@ const (
 	// requestLasts is how long a request waits for a person.
 	requestLasts = 24 * time.Hour
 	idLength     = 16 // hex digits
+	minApproval  = 8  // of them that are enough to name one
 	maxSome      = 50 // changes that a request names
 )
 
@@ -91,7 +92,7 @@ func (a approvals) locked(ctx context.Context, fn func(list []runtime.Approval) 
 func find(list []runtime.Approval, id string) (runtime.Approval, error) {
 	var found []runtime.Approval
 	for _, one := range list {
-		if len(id) >= 4 && strings.HasPrefix(one.ID, id) {
+		if len(id) >= minApproval && strings.HasPrefix(one.ID, id) {
 			found = append(found, one)
 		}
 	}

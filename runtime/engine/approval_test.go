@@ -47,7 +47,9 @@ func TestApprovals(t *testing.T) {
 		t.Error("approved from the start")
 	}
 	refused("use of what is not approved", a.use(ctx, want(1)), runtime.ErrApproval)
-	_, err = a.approve(ctx, "000000")
+	_, err = a.approve(ctx, "0000000")
+	refused("approve one by too few digits", err, runtime.ErrNotFound)
+	_, err = a.approve(ctx, "00000000")
 	refused("approve one of two", err, runtime.ErrInvalid)
 	_, err = a.approve(ctx, "")
 	refused("approve anything", err, runtime.ErrNotFound)

@@ -632,7 +632,7 @@ func (bx *sandboxes) execBetweenFreezes(
 			break
 		}
 		exit, err = sb.host.Exec(ctx, sb.ID, p, now)
-		if !errors.Is(err, runtime.ErrState) {
+		if !errors.Is(err, runtime.ErrState) || !runtime.IsUnstarted(err) {
 			break
 		}
 		if _, gone := bx.running(ctx, sb.ID, "exec"); gone != nil {

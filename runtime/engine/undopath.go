@@ -66,9 +66,6 @@ const (
 	putLook   putKind = "look"   // a directory: its owner, mode, time and attributes
 )
 
-// staged returns where the stage has a put, in the area's directory.
-func (a putArea) staged(i int) string { return filepath.Join(path.Base(a.Stage), strconv.Itoa(i)) }
-
 // undoPaths is Undo for some paths alone: they become what a checkpoint has there, in place. The
 // sandbox, if it runs, stands still meanwhile, and its processes go on.
 func (rs *restores) undoPaths(
@@ -337,8 +334,13 @@ func (rs *restores) exchangePaths(ctx context.Context, sb *locked, data putting)
 		}
 		defer close()
 		return ids.AsRoot(func() error {
+			stage, close, err := a.openStage(at)
+			if err != nil {
+				return err
+			}
+			defer close()
 			for i, p := range a.Puts {
-				if err := p.exchange(j, filepath.Join(at, a.staged(i))); err != nil {
+				if err := p.exchange(j, filepath.Join(stage, strconv.Itoa(i))); err != nil {
 					return fmt.Errorf("%s: %w", p.Path, err)
 				}
 				if err := failpoint.Hit("undo.paths.between"); err != nil {
@@ -348,6 +350,19 @@ func (rs *restores) exchangePaths(ctx context.Context, sb *locked, data putting)
 			return a.unstage(at)
 		})
 	})
+}
+
+// openStage returns the stage by a path of the host until close. After a failure the sandbox goes on with it:
+// no symlink in its place is followed.
+func (a putArea) openStage(dir string) (at string, close func(), err error) {
+	f, err := os.OpenFile(filepath.Join(dir, path.Base(a.Stage)), unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		return "/proc/self/fd/-1", func() {}, nil // all that was in it is in place
+	}
+	if err != nil {
+		return "", nil, err
+	}
+	return fmt.Sprintf("/proc/self/fd/%d", f.Fd()), func() { _ = f.Close() }, nil
 }
 
 // unstage removes the stage from the area's directory.

@@ -108,7 +108,7 @@ func (s *session) run(ctx context.Context) (exit int, err error) {
 		return 0, err
 	}
 	if rep.Data <= 0 {
-		return 0, s.refused(rep.Message)
+		return 0, runtime.Unstarted(s.refused(rep.Message))
 	}
 	if err := failpoint.Hit("oci.exec.after-start"); err != nil {
 		s.abort()

@@ -74,7 +74,7 @@ func (b *Backend) Exec(ctx context.Context, id string, p runtime.Process, ends r
 		return 0, err
 	}
 	if c.status != runtime.Running {
-		return 0, fmt.Errorf("container %s is %s: %w", c.Name, c.status, fault.ErrState)
+		return 0, runtime.Unstarted(fmt.Errorf("container %s is %s: %w", c.Name, c.status, fault.ErrState))
 	}
 	if len(p.Args) == 0 {
 		return 0, fmt.Errorf("no command: %w", fault.ErrInvalid)

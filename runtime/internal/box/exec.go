@@ -41,7 +41,7 @@ func (l *Lifecycle) Exec(
 		return 0, err
 	}
 	if v.Status != runtime.Running {
-		return 0, fmt.Errorf("container %s is %s: %w", id, v.Status, fault.ErrState)
+		return 0, runtime.Unstarted(fmt.Errorf("container %s is %s: %w", id, v.Status, fault.ErrState))
 	}
 	s := &Session{View: v, Process: p, Streams: ends, l: l}
 	if p.Terminal && !p.Detach {
