@@ -220,8 +220,8 @@ func TestUndoPath(t *testing.T) {
 
 	for args, says := range map[string]string{
 		"undo s --path /etc": "has the mount /etc/", "undo s --path /proc/1": "is in no checkpoint",
-		"undo s --path /none/x": "is not there", "undo s --path x": "absolute", "redo s --path /x": "unknown flag",
-		"undo s --path /work/src --path /work/src/deep": "has the other in it",
+		"undo s --path /none/x": "Its parent directory does not exist", "undo s --path x": "absolute", "redo s --path /x": "unknown flag",
+		"undo s --path /work/src --path /work/src/deep": "one contains the other",
 	} {
 		if r := b.try(nil, strings.Fields(args)...); r.code == 0 || !strings.Contains(r.err, says) {
 			t.Errorf("%s: %s", args, r)

@@ -328,7 +328,9 @@ func confirmApply(
 	if err := printApplied(plan, stderr, false); err != nil {
 		return err
 	}
-	printPasses(plan, stderr)
+	passes := plan
+	passes.Approval = nil // it is asked for here
+	printPasses(passes, stderr)
 	if needsApproval(plan) {
 		return confirmApproval(ctx, *plan.Approval, stdin, stderr)
 	}

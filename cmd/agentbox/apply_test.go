@@ -156,7 +156,7 @@ func TestBranchOfAnotherName(t *testing.T) {
 	}
 	for name, want := range map[string]string{
 		"plain": "", "free": "", "main": "is checked out", "other": "is another name of refs/heads/main",
-		"none": "is another name of refs/heads/new", "@{-1}": "does not take", "-d": "does not take",
+		"none": "is another name of refs/heads/new", "@{-1}": "does not accept", "-d": "does not accept",
 	} {
 		err := (&branchCommit{repository: r, name: name}).find(t.Context())
 		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
