@@ -283,8 +283,8 @@ func TestShellSteps(t *testing.T) {
 	m.shows("100% done")
 	taken("prompt: COLOUR=blue; echo one > a; echo 100% do''ne")
 	// Each command waits for the step of the one before it: a step has what there is when it is taken.
-	m.enter("printf '\\e]633;agentbox;forged\\a'; echo two > c\r")
-	taken("prompt: printf '\\e]633;agentbox;forged\\a'; echo two > c")
+	m.enter("echo two > c\r")
+	taken("prompt: echo two > c")
 	m.enter("COLOUR=red; rm -f a file; echo bro''ken\r")
 	m.shows("broken")
 	taken("prompt: COLOUR=red; rm -f a file; echo bro''ken")
@@ -325,6 +325,17 @@ func TestShellSteps(t *testing.T) {
 	m = b.terminal("shell", repo)
 	m.enter("echo first: $(id -un) $(ls) $COLOUR.\r")
 	m.shows("first: tess file .")
+
+	// A mark of a program's own takes no step of nothing, and is not shown.
+	had = len(steps())
+	m.enter("printf '\\e]633;agentbox;mine\\a'; echo for''ged\r")
+	m.shows("forged")
 	m.enter("exit\r")
 	equal(b, "exit", m.ends(), 0)
+	if s := m.screen(); strings.Contains(s, "\x1b]633;agentbox") {
+		t.Errorf("the screen has marks: %q", s)
+	}
+	if n := len(steps()); n != had {
+		t.Errorf("a forged mark has made a step: %q", steps())
+	}
 }
