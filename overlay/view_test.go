@@ -247,6 +247,9 @@ func sameResolve(t tb, v *View, root, p string, follow bool, now map[string]map[
 	}
 	real, e, err := v.Resolve(p, follow)
 	fd, kerr := unix.Openat2(at, p, &how)
+	for kerr == unix.EAGAIN { // a rename or a mount anywhere on the machine raced with a ".."
+		fd, kerr = unix.Openat2(at, p, &how)
+	}
 	if kerr != nil {
 		if err == nil && e != nil {
 			t.Errorf("%q (follow %v) is %q here, to the kernel: %v", p, follow, real, kerr)
