@@ -110,6 +110,7 @@ rm flat; mkdir flat; echo in > flat/in`)
 	if said := b.fails(4, "apply", "--git-commit", "--branch", "other", "s"); !strings.Contains(said, "is checked out") {
 		t.Errorf("a branch that is checked out: %s", said)
 	}
+	equal(b, "after one that is checked out", state(), was)
 	git(t, other, "checkout", "-q", "--detach")
 	was = state()
 	if said := b.fails(4, "apply", "--git-commit", "--branch", "other", "s"); !strings.Contains(said,

@@ -53,25 +53,6 @@ func broken(t *testing.T, root, role, point, action string) {
 	}
 }
 
-// two is a sandbox that has changed two workspaces.
-func two(t *testing.T, place string) (l *lab, old, new []map[string]string) {
-	t.Helper()
-	l, end := newLab(t, place, 2)
-	t.Cleanup(end)
-	for i := range l.n {
-		edit(t, l.from(i), "put a a\nput d/x x\nput d/y y\nput gone/z z\nput file f")
-	}
-	l.begin(t)
-	for i := range l.n {
-		l.inside(t, i, func(dir string) {
-			edit(t, dir, "put a A\nput d/x X\nrm gone\nput n/deep/f f\nrm file\nput file/in in\nrm d\nput d/y y")
-			new = append(new, files(t, dir))
-		})
-		old = append(old, files(t, l.from(i)))
-	}
-	return l, old, new
-}
-
 // TestBroken breaks an apply of two workspaces at every point: afterwards both directories are as they
 // were, or both have all.
 func TestBroken(t *testing.T) {
