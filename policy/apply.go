@@ -74,7 +74,7 @@ func (a Apply) With(o Apply) Apply {
 		Approve: Approve{
 			At:      stricter(a.Approve.At, o.Approve.At),
 			Expires: time.Duration(stricter(int64(a.Approve.Expires), int64(o.Approve.Expires))),
-			Paths:   union(a.Approve.Paths, o.Approve.Paths),
+			Paths:   union(a.Approve.Paths, o.Approve.Paths, same[string]),
 		},
 		Canaries: slices.Concat(a.Canaries, o.Canaries),
 	}
@@ -127,18 +127,25 @@ func validatorsKey() key {
 			return list
 		},
 		copy: func(dst, src *Rules) {
-			list := slices.Clone(dst.Apply.Validators)
-			for _, v := range src.Apply.Validators {
-				if !slices.ContainsFunc(list, v.equal) {
-					list = append(list, v)
-				}
-			}
-			dst.Apply.Validators = list
+			dst.Apply.Validators = union(dst.Apply.Validators, src.Apply.Validators, Validator.equal)
 		},
 		zero:  func(r *Rules) { r.Apply.Validators = nil },
 		wider: func(_, _ *Rules) []widening { return nil },
 	}
 }
+
+// union returns a list with what only the other one has behind it.
+func union[T any](list, more []T, equal func(T, T) bool) []T {
+	list = slices.Clone(list)
+	for _, one := range more {
+		if !slices.ContainsFunc(list, func(have T) bool { return equal(one, have) }) {
+			list = append(list, one)
+		}
+	}
+	return list
+}
+
+func same[T comparable](a, b T) bool { return a == b }
 
 // readValidator reads a command, or {run: COMMAND, name: NAME, timeout: 10m, network: none}. A command
 // is a text for the shell, or a list of a program and its arguments.

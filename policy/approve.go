@@ -3,7 +3,6 @@ package policy
 import (
 	"fmt"
 	"path"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -69,16 +68,6 @@ func covers(patterns []string, rel string) string {
 	return ""
 }
 
-func union(a, b []string) []string {
-	out := slices.Clone(a)
-	for _, s := range b {
-		if !slices.Contains(out, s) {
-			out = append(out, s)
-		}
-	}
-	return out
-}
-
 // approvePathsKey is a key with patterns of paths, which add to those of the base.
 func approvePathsKey() key {
 	k := listOf("apply.approve.paths", func(r *Rules) *[]string { return &r.Apply.Approve.Paths }, parseApprovePath, nil)
@@ -96,7 +85,7 @@ func approvePathsKey() key {
 		return value(r)
 	}
 	k.copy = func(dst, src *Rules) {
-		dst.Apply.Approve.Paths = union(dst.Apply.Approve.Paths, src.Apply.Approve.Paths)
+		dst.Apply.Approve.Paths = union(dst.Apply.Approve.Paths, src.Apply.Approve.Paths, same[string])
 	}
 	k.wider = func(_, _ *Rules) []widening { return nil }
 	return k

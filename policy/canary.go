@@ -70,13 +70,7 @@ func canaryKey() key {
 			return list
 		},
 		copy: func(dst, src *Rules) {
-			list := slices.Clone(dst.Apply.Canaries)
-			for _, c := range src.Apply.Canaries {
-				if !slices.ContainsFunc(list, c.equal) {
-					list = append(list, c)
-				}
-			}
-			dst.Apply.Canaries = list
+			dst.Apply.Canaries = union(dst.Apply.Canaries, src.Apply.Canaries, Canary.equal)
 		},
 		zero:  func(r *Rules) { r.Apply.Canaries = nil },
 		wider: func(_, _ *Rules) []widening { return nil },

@@ -1,7 +1,6 @@
 package policy
 
 import (
-	"fmt"
 	"maps"
 	"path"
 	"slices"
@@ -78,13 +77,7 @@ func hooksAt(point string) key {
 			return list
 		},
 		copy: func(dst, src *Rules) {
-			hooks := slices.Clone(dst.Hooks[point])
-			for _, h := range src.Hooks[point] {
-				if !slices.ContainsFunc(hooks, h.equal) {
-					hooks = append(hooks, h)
-				}
-			}
-			dst.Hooks = with(dst.Hooks, point, hooks)
+			dst.Hooks = with(dst.Hooks, point, union(dst.Hooks[point], src.Hooks[point], Hook.equal))
 		},
 		zero:  func(r *Rules) { r.Hooks = with(r.Hooks, point, nil) },
 		wider: func(_, _ *Rules) []widening { return nil },
@@ -118,7 +111,7 @@ func readHook(n *yaml.Node, name string) (h Hook, p *Problem) {
 		case word == "run":
 			h.Run, p = readCommand(value, name)
 		case word == "timeout":
-			h.Timeout, p = readHookTimeout(value, name)
+			h.Timeout, p = readDuration(value, name+": timeout", maxHookTime)
 		default:
 			p = wrong(at, "unknown key %.80q%s", name+"."+word, didYouMean(word, []string{"run", "timeout"}))
 		}
@@ -153,21 +146,6 @@ func readCommand(n *yaml.Node, name string) (args []string, p *Problem) {
 			"%s: run: %.200q: write the program by its absolute path, without . and ..", name, args[0])
 	}
 	return args, nil
-}
-
-func readHookTimeout(n *yaml.Node, name string) (time.Duration, *Problem) {
-	s, p := scalar(n, name+".timeout")
-	if p != nil {
-		return 0, p
-	}
-	d, err := parsePositive(s)
-	if err == nil && d > maxHookTime {
-		err = fmt.Errorf("%s is more than %s", s, short(maxHookTime))
-	}
-	if err != nil {
-		return 0, wrong(n, "%s: timeout: %v", name, err)
-	}
-	return d, nil
 }
 
 // untrusted returns a problem for each list of hooks that the document must not have. Root runs

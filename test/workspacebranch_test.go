@@ -11,16 +11,7 @@ import (
 // the owner's own edits, and nothing else of the owner's moves: no file, no index, no other branch.
 func TestWorkspaceApplyBranch(t *testing.T) {
 	t.Parallel()
-	for _, service := range []bool{false, true} {
-		t.Run(map[bool]string{false: "embedded", true: "service"}[service], func(t *testing.T) {
-			b := memoryBox(t)
-			if service {
-				_, socket := b.serve()
-				b.env = append(b.env, "AGENTBOX_HOST=unix://"+socket)
-			}
-			workspaceBranch(t, b)
-		})
-	}
+	bothWays(t, workspaceBranch)
 }
 
 func workspaceBranch(t *testing.T, b *box) {

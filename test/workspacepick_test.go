@@ -32,6 +32,12 @@ func twenty(two, four, eighteen string) string {
 // just what was chosen.
 func TestWorkspacePick(t *testing.T) {
 	t.Parallel()
+	bothWays(t, workspacePick)
+}
+
+// bothWays runs a test with the engine in the command, and in a service.
+func bothWays(t *testing.T, test func(*testing.T, *box)) {
+	t.Helper()
 	for _, service := range []bool{false, true} {
 		t.Run(map[bool]string{false: "embedded", true: "service"}[service], func(t *testing.T) {
 			b := memoryBox(t)
@@ -39,7 +45,7 @@ func TestWorkspacePick(t *testing.T) {
 				_, socket := b.serve()
 				b.env = append(b.env, "AGENTBOX_HOST=unix://"+socket)
 			}
-			workspacePick(t, b)
+			test(t, b)
 		})
 	}
 }

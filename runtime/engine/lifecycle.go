@@ -103,8 +103,10 @@ func (bx *sandboxes) createSandbox(ctx context.Context, req runtime.CreateReques
 	if err := errors.Join(callerLists(ctx, s.Mounts), checkSetup(req.Setup)); err != nil {
 		return runtime.Sandbox{}, err
 	}
-	if err := boundWorkspaces(ctx, s.Mounts, req.WorkspaceFiles); err != nil {
-		return runtime.Sandbox{}, err
+	if req.WorkspaceFiles != 0 || !bx.readBefore(s.Mounts) {
+		if err := boundWorkspaces(ctx, s.Mounts, req.WorkspaceFiles); err != nil {
+			return runtime.Sandbox{}, err
+		}
 	}
 
 	// Fail now rather than at the start.

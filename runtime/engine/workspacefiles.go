@@ -44,6 +44,18 @@ func boundWorkspaces(ctx context.Context, mounts []runtime.Mount, most int64) er
 	return nil
 }
 
+// readBefore reports whether a checkpoint of another sandbox has read the directories of all workspaces:
+// they need not be counted again.
+func (bx *sandboxes) readBefore(mounts []runtime.Mount) bool {
+	return !slices.ContainsFunc(mounts, func(m runtime.Mount) bool {
+		if m.Type != runtime.MountWorkspace {
+			return false
+		}
+		_, err := os.Lstat(bx.store.BelowCachePath(m.Source))
+		return err != nil
+	})
+}
+
 // counting counts what is in a directory, until it is more than is left.
 type counting struct {
 	ctx  context.Context

@@ -251,19 +251,26 @@ func MakeUpper(upper, below string) error {
 	return TakeAfter(upper, below)
 }
 
+// openBoth opens two directories, until close.
+func openBoth(a, b string) (one, two *Root, close func(), err error) {
+	if one, err = OpenRoot(a); err != nil {
+		return nil, nil, nil, err
+	}
+	if two, err = OpenRoot(b); err != nil {
+		_ = one.Close() // only ever a handle
+		return nil, nil, nil, err
+	}
+	return one, two, func() { _, _ = one.Close(), two.Close() }, nil
+}
+
 // TakeAfter makes the root of an empty upperdir as that of the directory below, which it then hides
 // nothing of.
 func TakeAfter(upper, below string) error {
-	from, err := OpenRoot(below)
+	from, to, close, err := openBoth(below, upper)
 	if err != nil {
 		return err
 	}
-	defer from.Close()
-	to, err := OpenRoot(upper)
-	if err != nil {
-		return err
-	}
-	defer to.Close()
+	defer close()
 	raw, err := xattrs(to.Proc(), unix.Listxattr, unix.Getxattr)
 	if err != nil {
 		return err

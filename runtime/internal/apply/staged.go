@@ -140,16 +140,11 @@ func (r *Root) hide(o op) error {
 
 // HideScratch has an upperdir hide what an apply that is under way has in the directory below for itself.
 func HideScratch(upper, below string) error {
-	from, err := OpenRoot(below)
+	from, to, close, err := openBoth(below, upper)
 	if err != nil {
 		return err
 	}
-	defer from.Close()
-	to, err := OpenRoot(upper)
-	if err != nil {
-		return err
-	}
-	defer to.Close()
+	defer close()
 	names, err := from.Readdirnames(-1)
 	for _, name := range names {
 		if scratchPattern().MatchString(name) {
